@@ -1,0 +1,202 @@
+"""Validation, documentation and the one dispatcher of the Adam kernels."""
+
+import functools
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jzero_kernels.adam import dispatch, reference, stats
+from jzero_kernels.adam.math import AdamResult, AdamScalars, Emit, WeightDecayMode
+
+Backend = Literal["auto", "reference", "tpu", "mosaic_gpu", "triton"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+def adam_update(
+    p: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scalars: AdamScalars,
+    *,
+    nesterov: bool = False,
+    weight_decay_mode: WeightDecayMode = "decoupled",
+    out_dtype: DTypeLike,
+    emit: Emit = "param",
+    backend: Backend = "auto",
+    block: int | None = None,
+) -> AdamResult:
+    """One AdamW step on one flat shard: reads p, m, v, g once, writes p, m, v, out once.
+
+    With ``g' = multiplier * g`` (``+ weight_decay * p`` for "l2")::
+
+        m' = (1 - b1) g' + b1 m              v' = (1 - b2) g'^2 + b2 v
+        u  = (m' / bias_correction1) / (sqrt(v' / bias_correction2 + eps_root) + eps)
+        u  = -learning_rate (u + weight_decay p)          # "l2": -learning_rate u
+        p' = p + u
+
+    in float32 (float64 when a moment is float64), in the order of ``optax.adamw``; the unrounded
+    m', v' enter u, each result is rounded once (to nearest, ties to even) when stored. With
+    ``nesterov`` the first moment in u is ``b1 m' / bias_correction1_next + (1 - b1) g' /
+    bias_correction1``, as ``optax.scale_by_adam(nesterov=True)``.
+
+    Works under ``jit``, ``vmap`` and inside ``shard_map`` with ``check_vma`` on or off (results
+    vary over the union of the axes that the operands vary over), adds no collective, and is in
+    place when the enclosing ``jit`` donates p, m and v. Only the reference is differentiable.
+
+    Args:
+      p: float[n], the master parameter: float32 as a rule; float64, bfloat16, float16 too.
+      m: float[n], first moment.
+      v: float[n], second moment.
+      g: float[n], gradient, any float dtype.
+      scalars: :class:`AdamScalars`, 0-d device values.
+      nesterov: see above.
+      weight_decay_mode: "decoupled" (AdamW, Loshchilov & Hutter) or "l2" (added to the gradient).
+      out_dtype: dtype of ``out``.
+      emit: "param": ``out`` is the stored p' cast to ``out_dtype``. "update": ``out`` is u, with
+        ``p + out == p'`` exactly for float32 p and ``out_dtype``.
+      backend: "auto" (the default for the platform that is lowered for: see
+        :func:`default_backend`), or one by name, which raises where it cannot run.
+      block: elements a kernel handles at a time; None: the tuned or built-in size. Not accepted by
+        the reference, which has no blocks.
+
+    Returns:
+      :class:`AdamResult`. With ``scalars.finite`` False: p, m, v bit-identical to the arguments,
+      and ``out`` the cast of the unchanged p (or a zero update), whatever g holds.
+
+    Raises:
+      ValueError: naming the argument, what it got, what is accepted and the fix.
+    """
+    name = "adam_update"
+    _check_choice(name, "weight_decay_mode", weight_decay_mode, get_args(WeightDecayMode))
+    _check_choice(name, "emit", emit, get_args(Emit))
+    _check_choice(name, "backend", backend, BACKENDS)
+    _check_vectors(name, {"p": p, "m": m, "v": v, "g": g})
+    _check_dtype(name, "out_dtype", jnp.dtype(out_dtype))
+    scalars = _check_scalars(scalars)
+    p, m, v, g, *cast_scalars = dispatch.vary_together(name, (p, m, v, g, *scalars))
+    return _adam_update(
+        p,
+        m,
+        v,
+        g,
+        AdamScalars(*cast_scalars),
+        nesterov=nesterov,
+        weight_decay_mode=weight_decay_mode,
+        out_dtype=jnp.dtype(out_dtype),
+        emit=emit,
+        backend=backend,
+        block=block,
+    )
+
+
+# Jitted so that an eager call is one program, and buckets of one shape are traced once.
+@functools.partial(
+    jax.jit,
+    static_argnames=("nesterov", "weight_decay_mode", "out_dtype", "emit", "backend", "block"),
+)
+def _adam_update(
+    p: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scalars: AdamScalars,
+    *,
+    backend: Backend,
+    block: int | None,
+    **options: Any,
+) -> AdamResult:
+    return reference.adam_update(p, m, v, g, scalars, **options)
+
+
+def grad_stats(g: jax.Array, *, backend: Backend = "auto") -> jax.Array:
+    """Sums of squares of one flat shard, safe from overflow and underflow, in one pass.
+
+    Magnitudes are kept apart as in Blue's algorithm (LAPACK ``nrm2``), so that gradients of 1e-25
+    or of 2e19 have a norm:
+
+    ====  =========================================================================
+    0     sum of ``(g * 2^64)^2`` over ``|g| < 2^-50``
+    1     sum of ``g^2`` over ``2^-50 <= |g| <= 2^40`` (and NaN)
+    2     sum of ``(g * 2^-64)^2`` over ``|g| > 2^40`` (and infinities)
+    3     number of elements that are inf or NaN
+    ====  =========================================================================
+
+    Summed in levels, so the error does not grow with n as a running float32 sum's does (that
+    stops at 2^24 equal terms). Sum the four over devices with one ``lax.psum``, then take
+    :func:`norm_from_stats`. ``stats[3] == 0`` says that all is finite.
+
+    Args:
+      g: float[n], n >= 0. float64 is rounded to float32 first: over 3.4e38 counts as inf.
+      backend: as for :func:`adam_update`.
+
+    Returns:
+      float32[4].
+
+    Raises:
+      ValueError: naming the argument, what it got, what is accepted and the fix.
+    """
+    _check_choice("grad_stats", "backend", backend, BACKENDS)
+    _check_vectors("grad_stats", {"g": g})
+    return _grad_stats(g, backend=backend)
+
+
+@functools.partial(jax.jit, static_argnames=("backend",))
+def _grad_stats(g: jax.Array, *, backend: Backend) -> jax.Array:
+    return stats.grad_stats(g)
+
+
+def default_backend(platform: str) -> str:
+    """The backend that "auto" takes when lowering for a platform ("cpu", "tpu", "cuda", "rocm").
+
+    Operands that its kernel does not take (:func:`adam_update` with float64, say) go to
+    "reference" instead.
+    """
+    return dispatch.AUTO.get(platform, "reference")
+
+
+def _check_choice(function: str, name: str, got: Any, accepted: tuple[str, ...]) -> None:
+    if got not in accepted:
+        raise ValueError(
+            f"{function}: `{name}` is {got!r}; accepted: {', '.join(map(repr, accepted))}. "
+            "Pass one of these."
+        )
+
+
+def _check_dtype(function: str, name: str, dtype: jnp.dtype) -> None:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{function}: `{name}` is {dtype}; accepted: real floating dtypes. "
+            "Integer and complex leaves take no Adam step: leave them out of the bucket."
+        )
+
+
+def _check_vectors(function: str, arrays: dict[str, jax.Array]) -> None:
+    first_name, first = next(iter(arrays.items()))
+    for name, x in arrays.items():
+        if jnp.ndim(x) != 1:
+            raise ValueError(
+                f"{function}: `{name}` has shape {jnp.shape(x)}; accepted: one dimension. "
+                "Pass the flat shard (x.reshape(-1))."
+            )
+        if jnp.shape(x) != jnp.shape(first):
+            raise ValueError(
+                f"{function}: `{name}` has shape {jnp.shape(x)}; accepted: that of "
+                f"`{first_name}`, {jnp.shape(first)}. Pass shards of one bucket."
+            )
+        _check_dtype(function, name, jnp.dtype(x.dtype))
+
+
+def _check_scalars(scalars: AdamScalars) -> AdamScalars:
+    scalars = AdamScalars(*map(jnp.asarray, scalars))
+    for name, x in zip(AdamScalars._fields, scalars, strict=True):
+        kind = jnp.bool_ if name == "finite" else jnp.floating
+        if x.shape != () or not jnp.issubdtype(x.dtype, kind):
+            expected = "a 0-d bool" if name == "finite" else "a 0-d float32"
+            raise ValueError(
+                f"adam_update: `scalars.{name}` is {x.dtype}{list(x.shape)}; accepted: {expected} "
+                "array. Pass jnp.asarray(value, dtype)."
+            )
+    return scalars

@@ -1,0 +1,169 @@
+"""The arithmetic of one Adam step, element by element: the one specification.
+
+Every backend calls :func:`adam_step`; they differ only in how they move the bytes. The order of
+operations is that of ``optax.adamw`` 0.2.8 (``scale_by_adam``, then ``add_decayed_weights``, then
+``scale_by_learning_rate``, then ``apply_updates``), so that float32 results agree with it up to
+the compiler's freedom to contract ``a * b + c`` into one rounding.
+
+Sources: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (arXiv:1412.6980); Loshchilov &
+Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); Dozat, "Incorporating Nesterov
+Momentum into Adam" (ICLR 2016 workshop).
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+WeightDecayMode = Literal["decoupled", "l2"]
+Emit = Literal["param", "update"]
+
+
+class AdamScalars(NamedTuple):
+    """The scalar operands of one step: device values, so that a new one recompiles nothing.
+
+    Every field is a 0-d float32 array, except ``finite``, a 0-d bool array.
+
+    Attributes:
+      learning_rate: step size, positive for descent.
+      b1: decay of the first moment.
+      one_minus_b1: ``1 - b1``, taken where ``b1`` is still a Python float: computed in float32 it
+        would be wrong by up to 3e-5 relative for ``b2 = 0.999``.
+      b2: decay of the second moment.
+      one_minus_b2: ``1 - b2``.
+      eps: added to the root.
+      eps_root: added under the root.
+      weight_decay: decay coefficient (of the parameter, or of the gradient under "l2").
+      bias_correction1: ``1 - b1**t`` for the step ``t >= 1`` being taken; 1 when off.
+      bias_correction2: ``1 - b2**t``; 1 when off.
+      bias_correction1_next: ``1 - b1**(t + 1)``, read by ``nesterov`` only; 1 when off.
+      multiplier: applied to the gradient first: unscale x average x clip coefficient.
+      finite: when False the step is skipped and no state bit changes.
+    """
+
+    learning_rate: jax.Array
+    b1: jax.Array
+    one_minus_b1: jax.Array
+    b2: jax.Array
+    one_minus_b2: jax.Array
+    eps: jax.Array
+    eps_root: jax.Array
+    weight_decay: jax.Array
+    bias_correction1: jax.Array
+    bias_correction2: jax.Array
+    bias_correction1_next: jax.Array
+    multiplier: jax.Array
+    finite: jax.Array
+
+
+class AdamResult(NamedTuple):
+    """What one step gives back, each 1-D of the shard's length.
+
+    Attributes:
+      p: new master parameter, dtype of the argument ``p``.
+      m: new first moment, dtype of the argument ``m``.
+      v: new second moment, dtype of the argument ``v``.
+      out: ``out_dtype``; the parameter to gather, or the update to add (see ``emit``).
+    """
+
+    p: jax.Array
+    m: jax.Array
+    v: jax.Array
+    out: jax.Array
+
+
+class StepValues(NamedTuple):
+    """Unrounded results of :func:`adam_step`, in the compute dtype (``p``: at least as wide)."""
+
+    p: jax.Array
+    m: jax.Array
+    v: jax.Array
+    u: jax.Array
+
+
+def compute_dtype(m_dtype: DTypeLike, v_dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of the arithmetic: float32, or float64 when a moment is kept in float64."""
+    wide = jnp.dtype(jnp.float64)
+    return wide if wide in (jnp.dtype(m_dtype), jnp.dtype(v_dtype)) else jnp.dtype(jnp.float32)
+
+
+# A NaN payload that no computation produces. Comparing a runtime scalar with it gives a zero that
+# no compiler can prove to be one.
+_UNSEEN_NAN = 0x7FA5C3E1
+
+
+def runtime_zero(learning_rate: jax.Array) -> jax.Array:
+    """An int32 scalar that is always 0 but not a compile-time constant (see :func:`opaque`)."""
+    bits = lax.bitcast_convert_type(learning_rate.astype(jnp.float32), jnp.int32)
+    return (bits == _UNSEEN_NAN).astype(jnp.int32)
+
+
+def opaque(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """``x``, bit for bit, through an integer operation that a compiler cannot see through.
+
+    XLA's CPU and GPU backends contract a product and a sum into one fused multiply-add, and
+    remove a rounding to a narrower type that is followed by a widening. Both would break a
+    promise: ``p + out == p_new`` exactly for ``emit="update"``, and ``out`` being the cast of the
+    *stored* parameter. An optimization barrier would stop them too, but it would split the
+    fusion and so cost memory traffic; one xor in registers does not.
+
+    Args:
+      x: any float array of 16, 32 or 64 bits an element.
+      zero: from :func:`runtime_zero`.
+    """
+    bits_dtype = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, bits_dtype)
+    return lax.bitcast_convert_type(bits ^ zero.astype(bits_dtype), x.dtype)
+
+
+def adam_step(
+    p: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scalars: AdamScalars,
+    *,
+    nesterov: bool,
+    weight_decay_mode: WeightDecayMode,
+    dtype: DTypeLike = jnp.float32,
+    guard: bool = True,
+) -> StepValues:
+    """One Adam step on values already in registers; ``scalars.finite`` is *not* looked at.
+
+    Args:
+      p: master parameter, any float dtype, any shape (as all four).
+      m: first moment.
+      v: second moment.
+      g: gradient.
+      scalars: see :class:`AdamScalars`.
+      nesterov: use Dozat's look-ahead first moment, as ``optax.scale_by_adam(nesterov=True)``.
+      weight_decay_mode: "decoupled" (AdamW) or "l2" (Adam with the decay in the gradient).
+      dtype: of the arithmetic.
+      guard: keep the last product and sum apart with :func:`opaque`; a backend whose compiler
+        does not contract them may leave it out.
+
+    Returns:
+      The unrounded new values and the update ``u`` with ``p_new == p + u``. A parameter wider
+      than ``dtype`` keeps its width in that sum.
+    """
+    s = AdamScalars(*(x.astype(dtype) for x in scalars[:-1]), finite=scalars.finite)
+    p_wide = p if jnp.dtype(p.dtype).itemsize > jnp.dtype(dtype).itemsize else p.astype(dtype)
+    p, m, v, g = (x.astype(dtype) for x in (p, m, v, g))
+    g = g * s.multiplier
+    if weight_decay_mode == "l2":
+        g = g + s.weight_decay * p
+    m = s.one_minus_b1 * g + s.b1 * m
+    v = s.one_minus_b2 * (g * g) + s.b2 * v
+    if nesterov:
+        m_hat = s.b1 * (m / s.bias_correction1_next) + s.one_minus_b1 * (g / s.bias_correction1)
+    else:
+        m_hat = m / s.bias_correction1
+    u = m_hat / (jnp.sqrt(v / s.bias_correction2 + s.eps_root) + s.eps)
+    if weight_decay_mode == "decoupled":
+        u = u + s.weight_decay * p
+    u = -s.learning_rate * u
+    if guard:
+        u = opaque(u, runtime_zero(scalars.learning_rate))
+    return StepValues(p_wide + u.astype(p_wide.dtype), m, v, u)
