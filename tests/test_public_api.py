@@ -1,0 +1,35 @@
+"""A new public name or option is a decision, not an accident: it is entered here."""
+
+import inspect
+
+import pytest
+
+import jzero
+
+# Public name: its parameters. None for a name that is not called, such as a module.
+PUBLIC: dict[str, str | None] = {}
+
+EXPORTED: list[str] = sorted(getattr(jzero, "__all__", []))
+
+
+def parameters(name: str) -> str | None:
+    """The parameters of a public name, as the table above writes them."""
+    value = getattr(jzero, name)
+    return " ".join(inspect.signature(value).parameters) if callable(value) else None
+
+
+def test_the_public_names_are_these():
+    assert sorted(PUBLIC) == EXPORTED, "enter the decision in PUBLIC"
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_the_parameters_are_these(name: str):
+    assert parameters(name) == PUBLIC[name]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_public_name_is_explained(name: str):
+    value = getattr(jzero, name)
+    assert (value.__doc__ or "").strip()
+    # A dataclass without a docstring gets its signature as one.
+    assert not value.__doc__.startswith(f"{name}(")
