@@ -7,7 +7,17 @@ import pytest
 import jzero
 
 # Public name: its parameters. None for a name that is not called, such as a module.
-PUBLIC: dict[str, str | None] = {}
+PUBLIC: dict[str, str | None] = {
+    "GradShards": "buckets layout axis",
+    "Precision": "state grad_sync param_sync master scaled",
+    "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync precision",
+    "ZeroState": "step grad_norm skipped master inner layout axis sharded",
+    "ZeroTransformation": "machine",
+    "adamw": "learning_rate b1 b2 eps eps_root weight_decay mask nesterov bias_correction weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero",
+    "partition_specs": "tree",
+    "value_and_grad": "loss_fn argnums has_aux zero",
+    "zero": "inner clip_norm skip_nonfinite param_labels overrides zero",
+}
 
 EXPORTED: list[str] = sorted(getattr(jzero, "__all__", []))
 

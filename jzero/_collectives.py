@@ -1,0 +1,163 @@
+"""The collectives of a step, each in one place, and the decision whether one is still owed.
+
+[Note: reduced exactly once]
+A gradient inside ``shard_map`` has one of three types, and JAX says which:
+
+- *varying* over an axis: this device's partial sum; the reduction is owed;
+- *unreduced* (Explicit meshes): likewise a partial sum, by its type;
+- *invariant*: autodiff with respect to a replicated parameter has summed it already; it is
+  only sliced.
+
+``shard_map(check_vma=False)`` has no types; there a gradient is taken as a partial sum, which is
+what autodiff gives. A bucket that mixes types is made varying: an invariant leaf is kept on the
+first device and zeroed on the others, so that the sum is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jzero._layout import Bucket
+from jzero._mesh import Axes
+from jzero._pack import pack
+
+__all__ = ["all_gather", "mean", "own_shard", "psum", "reduce_scatter", "total", "vary"]
+
+
+def typed(axis: str) -> bool:
+    """Whether this ``shard_map`` tracks types: an axis index varies unless it does not."""
+    return axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying
+
+
+def owed_axes(x: Any, axes: Axes) -> frozenset[str]:
+    """The axes over which ``x`` is a partial sum."""
+    kind = jax.typeof(x).manual_axis_type
+    if not typed(axes.shard):
+        return frozenset(axes.names)
+    return frozenset(axes.names) & (kind.varying | kind.unreduced)
+
+
+def reduce_scatter(
+    leaves: dict[str, Array],
+    bucket: Bucket,
+    axes: Axes,
+    dtype: Any,
+    owed: frozenset[str] | None = None,
+) -> Array:
+    """Pack one bucket of gradients and sum it over all devices; keep this device's shard.
+
+    One ``psum_scatter`` over the shard axis, then one ``psum`` of the shard over the replica
+    axis, each only if owed. Inputs: the bucket's leaves, local; result: (shard,) in ``dtype``,
+    which is also the dtype on the wire. ``owed`` says what the types cannot; None: ask them.
+    """
+    grads = {slot.path: leaves[slot.path] for slot in bucket.slots}
+    kinds = {path: owed_axes(grad, axes) if owed is None else owed for path, grad in grads.items()}
+    owed = frozenset[str]().union(*kinds.values())
+    if len(set(kinds.values())) > 1:
+        grads = {path: _as_partial(g, owed - kinds[path], axes) for path, g in grads.items()}
+    flat = pack(grads, bucket, dtype)
+    if axes.shard not in owed or axes.shards == 1:
+        shard = own_shard(flat, axes)
+    else:
+        shard = lax.psum_scatter(flat, axes.shard, scatter_dimension=0, tiled=True)
+    if axes.replica is not None and axes.replica in owed:
+        shard = _psum(shard, axes.replica, axes.replicas)
+    return shard
+
+
+def _as_partial(x: Array, missing: frozenset[str], axes: Axes) -> Array:
+    """``x``, summed already over ``missing``, as a partial sum over them: itself on one device,
+    zero on the others."""
+    unreduced = jax.typeof(x).manual_axis_type.unreduced
+    if unreduced:  # neither arithmetic nor a cast to varying is defined for this type
+        x = lax.psum(x, tuple(unreduced))
+        missing = missing | unreduced
+    for axis in sorted(missing & set(axes.names)):
+        x = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
+    return x
+
+
+def own_shard(flat: Array, axes: Axes) -> Array:
+    """This device's slice of a replicated (padded,) bucket. No communication."""
+    if axes.shards == 1:
+        return vary(flat, axes, (axes.shard,))  # a shard varies over its axis, of any size
+    # Rows instead of an element offset: shard x index may exceed int32.
+    rows = flat.reshape(axes.shards, flat.size // axes.shards)
+    return lax.dynamic_index_in_dim(rows, lax.axis_index(axes.shard), 0, keepdims=False)
+
+
+def all_gather(shard: Array, axes: Axes) -> Array:
+    """The (padded,) bucket of which each device has a (shard,); equal on all devices."""
+    if axes.shards == 1:
+        return _alone(shard, axes.shard)
+    return lax.all_gather(shard, axes.shard, tiled=True, to="invarying")
+
+
+def psum(x: Array, axes: Axes) -> Array:
+    """Sum over the shard axis: replicas hold the same shards, so they are not counted again."""
+    return _psum(x, axes.shard, axes.shards)
+
+
+def mean(x: Array, axes: Axes) -> Array:
+    """Mean over every device of the step (shard and replica axis)."""
+    return total(x, axes) / jnp.asarray(axes.size, x.dtype)
+
+
+def total(x: Array, axes: Axes) -> Array:
+    """Sum over every device of the step (shard and replica axis)."""
+    for axis, size in axes.sizes:
+        if size == 1:
+            x = _alone(x, axis)
+    names = tuple(axis for axis, size in axes.sizes if size > 1)
+    return lax.psum(x, names) if names else x
+
+
+def _psum(x: Array, axis: str, size: int) -> Array:
+    return _alone(x, axis) if size == 1 else lax.psum(x, axis)
+
+
+def vary(tree: Any, axes: Axes, names: tuple[str, ...] | None = None) -> Any:
+    """Replicated arrays as varying ones, so that autodiff leaves their gradient unreduced."""
+
+    def cast(x: Any) -> Any:
+        kind = jax.typeof(x).manual_axis_type
+        missing = tuple(a for a in names or axes.names if a not in kind.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+# [Note: an axis of one device]
+# A value that varies over an axis of size one is equal on all its devices. JAX can be told so only
+# by a collective, which XLA keeps on CPU (an all-gather or all-reduce that copies). This primitive
+# changes the type and compiles to nothing.
+_alone_p = Primitive("jzero_alone")
+
+
+def _alone(x: Array, axis: str) -> Array:
+    if axis not in jax.typeof(x).manual_axis_type.varying:
+        return x
+    return _alone_p.bind(x, axis=axis)
+
+
+@_alone_p.def_abstract_eval
+def _(x: Any, *, axis: str) -> Any:
+    kind = x.manual_axis_type
+    invariant = type(kind)(
+        varying=kind.varying - {axis}, unreduced=kind.unreduced, reduced=kind.reduced
+    )
+    return x.update(manual_axis_type=invariant)
+
+
+_alone_p.def_impl(lambda x, *, axis: x)
+mlir.register_lowering(_alone_p, lambda ctx, x, *, axis: [x])
+batching.primitive_batchers[_alone_p] = lambda args, dims, *, axis: (
+    _alone_p.bind(*args, axis=axis),
+    dims[0],
+)

@@ -1,0 +1,157 @@
+"""What the user chooses, checked when it is written down.
+
+Both classes are frozen, hashable and keyword-only: a configuration that exists is a legal one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["Precision", "ZeroConfig"]
+
+_STATE = ("float32",)
+_WIRE = ("float32", "bfloat16", "float16")
+_MASTER = ("full", "none")
+
+
+def _dtype(name: str, value: Any, accepted: tuple[str, ...]) -> np.dtype:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError as error:
+        raise ValueError(
+            f"Precision({name}={value!r}) is not a dtype; use one of {accepted}"
+        ) from (error)
+    if dtype.name not in accepted:
+        raise ValueError(
+            f"Precision({name}={dtype.name!r}) is not supported; use one of {accepted}"
+        )
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """In which dtypes state is kept and values travel.
+
+    Attributes:
+      state: dtype of the moments and of the master parameters. float32.
+      grad_sync: dtype on the wire of the reduce-scatter: float32, bfloat16 or float16. None:
+        ``state``. Sums are accumulated in this dtype by the collective.
+      param_sync: dtype on the wire of the all-gather, and so the precision of the parameters
+        that come back. None: each leaf's own dtype.
+      master: "full" keeps a copy in ``state`` dtype of every parameter that its leaf cannot
+        hold (a float32 leaf that is gathered in float32 is its own master and costs nothing);
+        "none" keeps no copy, so a bfloat16 leaf rounds at every step.
+      scaled: per-block scales for state below 32 bits; there is none yet, so False.
+
+    Raises:
+      ValueError: a value outside these lists, by name.
+    """
+
+    state: Any = jnp.float32
+    grad_sync: Any = None
+    param_sync: Any = None
+    master: Literal["full", "none"] = "full"
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", _dtype("state", self.state, _STATE))
+        for name in ("grad_sync", "param_sync"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _dtype(name, getattr(self, name), _WIRE))
+        if self.master not in _MASTER:
+            raise ValueError(f"Precision(master={self.master!r}): use one of {_MASTER}")
+        if self.scaled:
+            raise ValueError(
+                "Precision(scaled=True) scales state below 32 bits, and state is "
+                f"{self.state.name}; leave scaled=False"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """Over which mesh axes, in what buckets and in which precision training is sharded.
+
+    Attributes:
+      axis: mesh axis that gradients are reduce-scattered and optimizer state is sharded over.
+      replica_axis: a second mesh axis whose devices hold the same shards; the shard of the
+        gradient is all-reduced over it. None: no such axis.
+      mesh: a ``jax.sharding.Mesh`` (Explicit or Auto axes). None: the ambient mesh of
+        ``jax.set_mesh``, or of the ``shard_map`` that one is inside.
+      bucket_mb: largest bucket in MiB (2**20 bytes) of leaves at their own dtype. A larger
+        leaf has a bucket of its own.
+      average: gradients are divided by the devices that contributed (axis x replica axis).
+        False: they are summed. A gradient that a plain jit program has already reduced is
+        never scaled.
+      param_sync: "eager" all-gathers the updated parameters at the end of the step.
+      precision: a :class:`Precision`.
+
+    Raises:
+      ValueError: an illegal value, or an axis that ``mesh`` does not have, by name.
+    """
+
+    axis: str = "data"
+    replica_axis: str | None = None
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+    bucket_mb: float = 100.0
+    average: bool = True
+    param_sync: Literal["eager"] = "eager"
+    precision: Precision = Precision()
+
+    def __post_init__(self) -> None:
+        for name in ("axis", "replica_axis"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value) and not (
+                name == "replica_axis" and value is None
+            ):
+                raise ValueError(
+                    f"ZeroConfig({name}={value!r}) must be the name of one mesh axis; "
+                    "devices of a second axis go to replica_axis"
+                )
+        if self.axis == self.replica_axis:
+            raise ValueError(
+                f"ZeroConfig(axis={self.axis!r}, replica_axis={self.replica_axis!r}): the two "
+                "must be different mesh axes; leave replica_axis=None on a one-axis mesh"
+            )
+        if self.mesh is not None:
+            if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+                raise ValueError(
+                    f"ZeroConfig(mesh={self.mesh!r}) must be a jax.sharding.Mesh; "
+                    "build one with jax.make_mesh"
+                )
+            for name, axis in self.axes.items():
+                if axis not in self.mesh.axis_names:
+                    raise ValueError(
+                        f"ZeroConfig({name}={axis!r}) is not an axis of the mesh, which has "
+                        f"{self.mesh.axis_names}; name one of these"
+                    )
+        if (
+            isinstance(self.bucket_mb, bool)
+            or not isinstance(self.bucket_mb, (int, float))
+            or not (self.bucket_mb > 0 and math.isfinite(self.bucket_mb))
+        ):
+            raise ValueError(
+                f"ZeroConfig(bucket_mb={self.bucket_mb!r}) must be a positive number of MiB"
+            )
+        if self.param_sync != "eager":
+            raise ValueError(
+                f"ZeroConfig(param_sync={self.param_sync!r}) is not supported; use 'eager'"
+            )
+        if not isinstance(self.precision, Precision):
+            raise ValueError(f"ZeroConfig(precision={self.precision!r}) must be a jzero.Precision")
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The mesh axes in use, by the name of the argument that named them."""
+        named = {"axis": self.axis, "replica_axis": self.replica_axis}
+        return {name: axis for name, axis in named.items() if axis is not None}
+
+    @property
+    def cap_bytes(self) -> int:
+        """``bucket_mb`` in bytes, at least one."""
+        return max(1, int(self.bucket_mb * 2**20))

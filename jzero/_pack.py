@@ -1,0 +1,202 @@
+"""Pytrees to flat buckets and back. Nothing else in jzero flattens a tree or an array.
+
+[Note: which leaves train]
+A leaf of a floating dtype trains: it has a slot. Integer, bool, PRNG-key and ``None`` leaves, and
+leaves labelled frozen, pass through: they are in no bucket, own no state and come back as the
+very same arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jzero._layout import Bucket, Layout, Leaf, PathKey, Slot, path_string, plan_layout
+
+__all__ = ["Plan", "leaf_paths", "pack", "plan_tree", "unpack"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A layout together with the tree that it was made from.
+
+    Attributes:
+      layout: the buckets.
+      treedef: structure of the parameters, ``None`` leaves included.
+      paths: path string of every leaf, in leaf order.
+      trains: whether the leaf has a slot, in leaf order.
+    """
+
+    layout: Layout
+    treedef: Any
+    paths: tuple[str, ...]
+    trains: tuple[bool, ...]
+
+    def leaves(self, params: Any) -> dict[str, Any]:
+        """The leaves of a tree of the planned structure, by path."""
+        return dict(zip(self.paths, _flat(params), strict=True))
+
+    def rebuild(self, by_path: dict[str, Any]) -> Any:
+        """The tree whose leaves :meth:`leaves` returned."""
+        return jax.tree.unflatten(self.treedef, [by_path[path] for path in self.paths])
+
+    def gradients(self, grads: Any) -> dict[str, Array]:
+        """The gradient of each trainable leaf, by path, checked against the layout.
+
+        Raises:
+          ValueError: another structure, a missing gradient, or a shape that differs from the
+            parameter's, naming the path.
+        """
+        leaves, treedef = jax.tree.flatten(grads, is_leaf=_is_none)
+        if treedef != self.treedef:
+            have = {path for path, _ in leaf_paths(grads)}
+            missing, extra = (
+                sorted(set(self.paths) - {path_string(p) for p in have}),
+                sorted({path_string(p) for p in have} - set(self.paths)),
+            )
+            raise ValueError(
+                "grads must have the structure of params; "
+                + (
+                    f"grads lack {missing[:5]} and have {extra[:5]} that params lack"
+                    if missing or extra
+                    else f"got {treedef}, expected {self.treedef}"
+                )
+            )
+        result: dict[str, Array] = {}
+        for path, trains, grad in zip(self.paths, self.trains, leaves, strict=True):
+            if not trains:
+                continue
+            slot = self.layout.by_path[path]
+            if grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0:
+                raise ValueError(
+                    f"grads[{path!r}] is missing, but this parameter trains; label it 'frozen' "
+                    "with param_labels, or pass zeros"
+                )
+            grad = jnp.asarray(grad)
+            if grad.shape != slot.shape:
+                raise ValueError(
+                    f"grads[{path!r}] has shape {grad.shape}, its parameter {slot.shape}"
+                )
+            if not jnp.issubdtype(grad.dtype, jnp.floating):
+                raise ValueError(
+                    f"grads[{path!r}] has dtype {grad.dtype}; a gradient must be floating"
+                )
+            result[path] = grad
+        return result
+
+
+def plan_tree(
+    params: Any,
+    *,
+    shards: int,
+    cap_bytes: int,
+    groups: Callable[[Any], dict[str, str | None]] | None = None,
+) -> Plan:
+    """Plan the buckets of a parameter tree.
+
+    Args:
+      params: arrays, ``ShapeDtypeStruct`` or tracers; only shapes and dtypes are read.
+      shards: devices on the shard axis.
+      cap_bytes: see :func:`jzero._layout.plan_layout`.
+      groups: from ``params`` to a group for every path; None freezes the leaf.
+
+    Raises:
+      ValueError: a complex leaf, by path; whatever ``groups`` and ``plan_layout`` raise.
+      TypeError: a leaf that is not an array, by path.
+    """
+    group_of = None if groups is None else groups(params)
+    leaves: list[Leaf] = []
+    paths: list[str] = []
+    trains: list[bool] = []
+    for path, leaf in leaf_paths(params):
+        name = path_string(path)
+        paths.append(name)
+        group = "" if group_of is None else group_of[name]
+        train = group is not None and _is_trainable(name, leaf)
+        trains.append(train)
+        if train:
+            dtype = jnp.dtype(leaf.dtype)
+            leaves.append(Leaf(path, tuple(leaf.shape), dtype.name, dtype.itemsize, group or ""))
+    layout = plan_layout(leaves, shards=shards, cap_bytes=cap_bytes)
+    return Plan(layout, jax.tree.structure(params, is_leaf=_is_none), tuple(paths), tuple(trains))
+
+
+def pack(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
+    """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,)."""
+    parts = [leaves[slot.path].astype(dtype).reshape(-1) for slot in bucket.slots if slot.size]
+    if bucket.padded > bucket.size:
+        parts.append(jnp.zeros(bucket.padded - bucket.size, dtype))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def unpack(flat: Array, bucket: Bucket) -> dict[str, Array]:
+    """Inverse of :func:`pack`: the leaves of a (padded,) bucket by path, padding dropped."""
+    return {
+        slot.path: jax.lax.slice(flat, (slot.offset,), (slot.offset + slot.size,)).reshape(
+            slot.shape
+        )
+        for slot in bucket.slots
+    }
+
+
+def differing_slot(have: Layout, want: Layout) -> str:
+    """One sentence about the first place where two layouts differ, for error messages."""
+    if have.shards != want.shards:
+        return f"it was made for {have.shards} shards, and the mesh axis has {want.shards}"
+    ours, theirs = have.by_path, want.by_path
+    for path in [*theirs, *ours]:
+        a, b = ours.get(path), theirs.get(path)
+        if a != b:
+            return f"{path!r} is {_describe(a)} there and {_describe(b)} here"
+    return "their padding differs"
+
+
+def leaf_paths(tree: Any) -> list[tuple[tuple[PathKey, ...], Any]]:
+    """Every leaf, ``None`` included, with the keys that lead to it."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+    return [(tuple(_key(key) for key in path), leaf) for path, leaf in flat]
+
+
+def _key(key: Any) -> PathKey:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            value = getattr(key, name)
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            return value if is_int else str(value)
+    return str(key)
+
+
+def _flat(tree: Any) -> Sequence[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _is_trainable(path: str, leaf: Any) -> bool:
+    if leaf is None:
+        return False
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        raise TypeError(
+            f"params[{path!r}] is a {type(leaf).__name__}, not an array; convert it with "
+            "jnp.asarray, or keep it out of params"
+        )
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+            f"params[{path!r}] is complex ({dtype}), which jzero does not update; keep its real "
+            "and imaginary parts as two real leaves"
+        )
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _describe(slot: Slot | None) -> str:
+    if slot is None:
+        return "absent"
+    return f"{slot.dtype}{list(slot.shape)} in bucket {slot.bucket} at {slot.offset}"

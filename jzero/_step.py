@@ -1,0 +1,200 @@
+"""One training step on one device's arrays: the path of a gradient, each verb once.
+
+Everything that could differ (dtypes, topology, update rule, what to emit) is a value in
+:class:`Run`, chosen before tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jzero._codec import Codec
+from jzero._collectives import all_gather, own_shard, reduce_scatter
+from jzero._layout import Layout
+from jzero._measure import Measured, measure
+from jzero._mesh import Axes
+from jzero._pack import pack, unpack
+from jzero._state import GradShards, ZeroState
+from jzero._update import Emit, Rule, Scaling
+
+__all__ = ["Operands", "Run", "init_state", "reduce_gradients", "state_specs", "zero_step"]
+
+
+class Operands(NamedTuple):
+    """Replicated scalars of one step. None: not asked for, which costs nothing.
+
+    Attributes:
+      rule: what ``rule.operands`` returned.
+      clip_norm: largest 2-norm of the gradient.
+      grad_scale: gradients are that many times too large.
+    """
+
+    rule: Any
+    clip_norm: Array | None = None
+    grad_scale: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All static choices of a step.
+
+    Attributes:
+      layout: the buckets, equal to the state's.
+      axes: the resolved mesh axes.
+      rule: the update rule.
+      codecs: a codec per bucket.
+      emit: per bucket, whether parameters or changes to them are gathered.
+      divisor: what the reduced gradient is divided by.
+      skip_nonfinite: whether a non-finite gradient skips the step.
+    """
+
+    layout: Layout
+    axes: Axes
+    rule: Rule
+    codecs: tuple[Codec, ...]
+    emit: tuple[Emit, ...]
+    divisor: int
+    skip_nonfinite: bool
+
+
+def zero_step(
+    grads: dict[str, Array] | GradShards,
+    state: ZeroState,
+    params: dict[str, Array],
+    operands: Operands,
+    run: Run,
+) -> tuple[dict[str, Array], ZeroState]:
+    """Reduce, measure, update, gather.
+
+    Args:
+      grads: a gradient per trainable path, or shards that are reduced already.
+      state: this device's state.
+      params: a replicated parameter per trainable path.
+      operands: replicated scalars.
+      run: the static choices.
+
+    Returns:
+      What was emitted per path, and the new state. Collectives: one reduce-scatter and one
+      all-gather a bucket over the shard axis, one all-reduce of a shard a bucket over the
+      replica axis, one all-reduce of four scalars.
+    """
+    buckets, axes = run.layout.buckets, run.axes
+    grad_shards = _reduced(grads, run)
+    measured = measure(grad_shards, axes)
+    scaling, norm = _scaling(measured, operands, run)
+    param_shards = tuple(
+        codec.decode(stored, own_shard(pack(params, bucket, codec.leaf), axes))
+        for bucket, codec, stored in zip(buckets, run.codecs, state.master, strict=True)
+    )
+    updated = run.rule.apply(
+        param_shards,
+        grad_shards,
+        state.inner,
+        operands.rule,
+        scaling,
+        run.layout,
+        run.codecs,
+        run.emit,
+    )
+    emitted: dict[str, Array] = {}
+    for bucket, shard in zip(buckets, updated.out, strict=True):
+        emitted |= unpack(all_gather(shard, axes), bucket)
+    advance = scaling.finite.astype(jnp.int32)
+    return emitted, ZeroState(
+        step=state.step + advance,
+        grad_norm=norm,
+        skipped=state.skipped + (1 - advance),
+        master=tuple(c.encode(p) for c, p in zip(run.codecs, updated.params, strict=True)),
+        inner=updated.inner,
+        layout=state.layout,
+        axis=state.axis,
+        sharded=state.sharded,
+    )
+
+
+def reduce_gradients(
+    grads: dict[str, Array],
+    layout: Layout,
+    axes: Axes,
+    dtypes: tuple[Any, ...],
+    owed: frozenset[str] | None = None,
+) -> tuple[Array, ...]:
+    """A (shard,) per bucket of the sum over devices; ``dtypes`` are those on the wire."""
+    return tuple(
+        reduce_scatter(grads, bucket, axes, dtype, owed)
+        for bucket, dtype in zip(layout.buckets, dtypes, strict=True)
+    )
+
+
+def _reduced(grads: dict[str, Array] | GradShards, run: Run) -> tuple[Array, ...]:
+    wire = tuple(codec.grad for codec in run.codecs)
+    if not isinstance(grads, GradShards):
+        return reduce_gradients(grads, run.layout, run.axes, wire)
+    if grads.layout == run.layout:
+        return grads.buckets
+    # Shards in other buckets (made without this optimizer's labels): gather one after the other
+    # and cut anew. Costs an all-gather of the gradient; the transformation as zero= avoids it.
+    leaves: dict[str, Array] = {}
+    for bucket, shard in zip(grads.layout.buckets, grads.buckets, strict=True):
+        leaves |= unpack(all_gather(shard, run.axes), bucket)
+    exact = tuple(leaves[b.slots[0].path].dtype for b in run.layout.buckets)
+    return reduce_gradients(leaves, run.layout, run.axes, exact, owed=frozenset())
+
+
+def _scaling(measured: Measured, operands: Operands, run: Run) -> tuple[Scaling, Array]:
+    """Average, unscale and clip as one deferred factor, and the true norm before clipping."""
+    norm = measured.norm / jnp.float32(run.divisor)
+    factor = None
+    if operands.grad_scale is not None:
+        factor = 1 / operands.grad_scale
+        norm = norm * factor
+    if operands.clip_norm is not None:
+        # Apex's and torch's coefficient: at most 1, with 1e-6 against a zero norm.
+        clip = jnp.minimum(jnp.float32(1), operands.clip_norm / (norm + jnp.float32(1e-6)))
+        factor = clip if factor is None else factor * clip
+    finite = measured.finite if run.skip_nonfinite else jnp.bool_(True)
+    return Scaling(run.divisor, factor, finite), norm
+
+
+def init_state(params: dict[str, Array], run: Run) -> ZeroState:
+    """The state before the first step. No communication."""
+    shards = tuple(
+        own_shard(pack(params, bucket, codec.leaf), run.axes)
+        for bucket, codec in zip(run.layout.buckets, run.codecs, strict=True)
+    )
+    master = tuple(codec.init(shard) for codec, shard in zip(run.codecs, shards, strict=True))
+    full = tuple(s if m is None else m for m, s in zip(master, shards, strict=True))
+    return _state(
+        run, jnp.int32(0), jnp.float32(0), master, run.rule.init(full, run.layout, run.codecs)
+    )
+
+
+def state_specs(run: Run) -> ZeroState:
+    """The state's PartitionSpecs, before there is one."""
+    shard = P(run.axes.shard)
+    return _state(
+        run,
+        P(),
+        P(),
+        tuple(None if codec.master is None else shard for codec in run.codecs),
+        jax.tree.map(lambda s: shard if s else P(), run.rule.sharded(run.layout, run.codecs)),
+    )
+
+
+def _state(run: Run, count: Any, norm: Any, master: Any, inner: Any) -> ZeroState:
+    return ZeroState(
+        step=count,
+        grad_norm=norm,
+        skipped=count,
+        master=master,
+        inner=inner,
+        layout=run.layout,
+        axis=run.axes.shard,
+        sharded=tuple(jax.tree.leaves(run.rule.sharded(run.layout, run.codecs))),
+    )
