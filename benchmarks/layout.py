@@ -45,7 +45,7 @@ def main() -> None:
             return plan_layout(leaves, shards=256, cap_bytes=100 * 2**20)  # noqa: B023
 
         seconds = best(plan)
-        with_print = best(lambda: plan().fingerprint)  # noqa: B023
+        with_print = best(lambda: plan().fingerprint)
         print(
             f"{count:>8} {len(plan().buckets):>8} {seconds * 1e3:>8.1f} {with_print * 1e3:>17.1f} "
             f"{seconds / count * 1e6:>8.2f}"
