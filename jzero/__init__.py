@@ -4,7 +4,12 @@ import importlib.metadata
 
 from jzero._config import Precision as Precision
 from jzero._config import ZeroConfig as ZeroConfig
+from jzero._gradients import accumulate as accumulate
 from jzero._gradients import value_and_grad as value_and_grad
+from jzero._loss_scale import DynamicLossScale as DynamicLossScale
+from jzero._multi_steps import MultiSteps as MultiSteps
+from jzero._multi_steps import MultiStepsState as MultiStepsState
+from jzero._norms import global_norm as global_norm
 from jzero._state import GradShards as GradShards
 from jzero._state import ZeroState as ZeroState
 from jzero._state import partition_specs as partition_specs
@@ -15,12 +20,17 @@ from jzero._transform import zero as zero
 __version__ = importlib.metadata.version("jzero")
 
 __all__ = [
+    "DynamicLossScale",
     "GradShards",
+    "MultiSteps",
+    "MultiStepsState",
     "Precision",
     "ZeroConfig",
     "ZeroState",
     "ZeroTransformation",
+    "accumulate",
     "adamw",
+    "global_norm",
     "partition_specs",
     "value_and_grad",
     "zero",

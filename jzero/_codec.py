@@ -29,6 +29,7 @@ class Codec:
       leaf: dtype of the leaves.
       sync: dtype in which updated parameters are gathered.
       grad: dtype in which gradients are reduce-scattered.
+      wide: they are added in float32 although ``grad`` is narrower.
       state: dtype of the moments.
       master: dtype of the stored master copy; None where the leaf is its own master.
     """
@@ -36,6 +37,7 @@ class Codec:
     leaf: Any
     sync: Any
     grad: Any
+    wide: bool
     state: Any
     master: Any | None
 
@@ -75,6 +77,7 @@ def codec_of(bucket: Bucket, precision: Precision) -> Codec:
         leaf=leaf,
         sync=sync,
         grad=state if precision.grad_sync is None else jnp.dtype(precision.grad_sync),
+        wide=precision.accumulate == "float32",
         state=state,
         master=state if keep else None,
     )

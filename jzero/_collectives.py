@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jzero._codec import Codec
 from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import pack
@@ -47,23 +48,34 @@ def reduce_scatter(
     leaves: dict[str, Array],
     bucket: Bucket,
     axes: Axes,
-    dtype: Any,
+    codec: Codec,
     owed: frozenset[str] | None = None,
 ) -> Array:
     """Pack one bucket of gradients and sum it over all devices; keep this device's shard.
 
-    One ``psum_scatter`` over the shard axis, then one ``psum`` of the shard over the replica
-    axis, each only if owed. Inputs: the bucket's leaves, local; result: (shard,) in ``dtype``,
-    which is also the dtype on the wire. ``owed`` says what the types cannot; None: ask them.
+    One ``psum_scatter`` over the shard axis (an ``all_to_all`` where the codec adds in float32),
+    then one ``psum`` of the shard over the replica axis, each only if owed.
+
+    Args:
+      leaves: the bucket's local gradients by path.
+      codec: ``codec.grad`` is the dtype on the wire.
+      owed: the axes over which a sum is owed, where types cannot say; None: ask them.
+
+    Returns:
+      (shard,) in ``codec.grad``, or float32 where the codec adds in float32.
     """
     grads = {slot.path: leaves[slot.path] for slot in bucket.slots}
     kinds = {path: owed_axes(grad, axes) if owed is None else owed for path, grad in grads.items()}
     owed = frozenset[str]().union(*kinds.values())
     if len(set(kinds.values())) > 1:
         grads = {path: _as_partial(g, owed - kinds[path], axes) for path, g in grads.items()}
-    flat = pack(grads, bucket, dtype)
+    flat = pack(grads, bucket, codec.grad)
     if axes.shard not in owed or axes.shards == 1:
         shard = own_shard(flat, axes)
+    elif codec.wide:
+        rows = flat.reshape(axes.shards, bucket.shard)
+        rows = lax.all_to_all(rows, axes.shard, split_axis=0, concat_axis=0, tiled=True)
+        shard = jnp.sum(rows, axis=0, dtype=jnp.float32)
     else:
         shard = lax.psum_scatter(flat, axes.shard, scatter_dimension=0, tiled=True)
     if axes.replica is not None and axes.replica in owed:
@@ -124,10 +136,11 @@ def _psum(x: Array, axis: str, size: int) -> Array:
 
 def vary(tree: Any, axes: Axes, names: tuple[str, ...] | None = None) -> Any:
     """Replicated arrays as varying ones, so that autodiff leaves their gradient unreduced."""
+    wanted = axes.names if names is None else names
 
     def cast(x: Any) -> Any:
         kind = jax.typeof(x).manual_axis_type
-        missing = tuple(a for a in names or axes.names if a not in kind.varying)
+        missing = tuple(axis for axis in wanted if axis not in kind.varying)
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)

@@ -18,6 +18,7 @@ __all__ = ["Precision", "ZeroConfig"]
 _STATE = ("float32",)
 _WIRE = ("float32", "bfloat16", "float16")
 _MASTER = ("full", "none")
+_ACCUMULATE = ("wire", "float32")
 
 
 def _dtype(name: str, value: Any, accepted: tuple[str, ...]) -> np.dtype:
@@ -47,6 +48,9 @@ class Precision:
       master: "full" keeps a copy in ``state`` dtype of every parameter that its leaf cannot
         hold (a float32 leaf that is gathered in float32 is its own master and costs nothing);
         "none" keeps no copy, so a bfloat16 leaf rounds at every step.
+      accumulate: where the sum of a 16-bit ``grad_sync`` is rounded. "wire": by the collective, at
+        every addition. "float32": the same bytes travel by all-to-all, and each device adds
+        them in float32; costs a copy of the bucket.
       scaled: per-block scales for state below 32 bits; there is none yet, so False.
 
     Raises:
@@ -57,6 +61,7 @@ class Precision:
     grad_sync: Any = None
     param_sync: Any = None
     master: Literal["full", "none"] = "full"
+    accumulate: Literal["wire", "float32"] = "wire"
     scaled: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +71,13 @@ class Precision:
                 object.__setattr__(self, name, _dtype(name, getattr(self, name), _WIRE))
         if self.master not in _MASTER:
             raise ValueError(f"Precision(master={self.master!r}): use one of {_MASTER}")
+        if self.accumulate not in _ACCUMULATE:
+            raise ValueError(f"Precision(accumulate={self.accumulate!r}): use one of {_ACCUMULATE}")
+        if self.accumulate == "float32" and (self.grad_sync or self.state) == self.state:
+            raise ValueError(
+                "Precision(accumulate='float32') is for a 16-bit grad_sync, and grad_sync is "
+                f"{self.state.name}, which adds in float32 anyway; leave accumulate='wire'"
+            )
         if self.scaled:
             raise ValueError(
                 "Precision(scaled=True) scales state below 32 bits, and state is "

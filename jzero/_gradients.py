@@ -1,17 +1,25 @@
-"""Losses and gradients of a data-parallel batch, reduce-scattered once."""
+"""Losses and gradients of a data-parallel batch, reduce-scattered once.
+
+[Note: means and weights]
+``loss_fn`` returns the mean over the part of the batch that it is given. Parts of equal size
+are averaged. Parts of unequal size (token counts, a padded last batch) need their weight: with
+``weighted=True`` ``loss_fn`` returns ``(loss, weight)``, and loss and gradient are the sums of
+``weight * ...`` over all parts, divided by the sum of the weights. A part of weight 0 contributes
+nothing, even if its own mean is 0/0; if all weights are 0 the gradient is 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jzero._codec import codec_of
-from jzero._collectives import mean, total, vary
+from jzero._codec import Codec, codec_of
+from jzero._collectives import total, vary
 from jzero._config import ZeroConfig
 from jzero._layout import path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
@@ -19,7 +27,7 @@ from jzero._pack import Plan, leaf_paths, plan_tree
 from jzero._state import GradShards
 from jzero._step import reduce_gradients
 
-__all__ = ["value_and_grad"]
+__all__ = ["accumulate", "value_and_grad"]
 
 
 def value_and_grad(
@@ -27,6 +35,7 @@ def value_and_grad(
     argnums: int = 0,
     has_aux: bool = False,
     *,
+    weighted: bool = False,
     zero: Any = None,
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad`` for a loss that is a mean over a batch split over the mesh.
@@ -46,6 +55,8 @@ def value_and_grad(
         the part of the batch it is given.
       argnums: position of the parameters, an integer.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      weighted: whether the loss is a pair ``(loss, weight)``; see [Note: means and weights].
+        The result is then a weighted mean, whatever ``average`` says.
       zero: a :class:`ZeroConfig`, or the transformation that will get the gradients, whose
         labels and masks then shape the buckets too. With a plain config, a transformation with
         labels or a mask re-cuts the shards at the cost of an all-gather of the gradient.
@@ -61,104 +72,228 @@ def value_and_grad(
       ValueError: a batch dim that the devices do not divide, by path; a loss that is not a
         scalar; ``argnums`` that is not one position; no mesh.
     """
-    config, groups = _config_and_groups(zero)
     if isinstance(argnums, bool) or not isinstance(argnums, int) or argnums < 0:
         raise ValueError(
             f"argnums={argnums!r} must be the position of the parameters, one integer from 0; "
             "put several trees into one"
         )
+
+    def body(args: tuple[Any, ...], work: _Work) -> Any:
+        params, others = args[argnums], (*args[:argnums], *args[argnums + 1 :])
+        local = work.local(params)(others, argnums)
+        return _finish(local, work.scatter(local.grads), 1, work)
+
+    return _faced(body, argnums, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=0)
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    *,
+    steps: int,
+    sync: Literal["last", "every"] = "last",
+    has_aux: bool = False,
+    weighted: bool = False,
+    zero: Any = None,
+) -> Callable[..., Any]:
+    """:func:`value_and_grad` of a batch too large to run at once, in ``steps`` micro-batches.
+
+    A ``lax.scan`` over micro-batches; the gradient is accumulated in float32 whatever the dtype of
+    the parameters, and equals that of the whole batch.
+
+    Args:
+      loss_fn: as for :func:`value_and_grad`; gets one micro-batch of one device at a time.
+      steps: micro-batches.
+      sync: "last": no communication in the loop and one reduce-scatter a bucket after it; the
+        accumulator is a full-size float32 gradient on each device. "every": a reduce-scatter a
+        bucket in each iteration, into a float32 accumulator of a shard.
+      has_aux: as for :func:`value_and_grad`; ``aux`` gains a leading dim of ``steps``, and its
+        arrays are concatenated along dim 1.
+      weighted: as for :func:`value_and_grad`; weights may differ between micro-batches too.
+      zero: as for :func:`value_and_grad`.
+
+    Returns:
+      ``f(params, batches) -> (loss, grads)``. Every array in ``batches`` is (steps, batch, ...)
+      and is split along dim 1; an array with less than two dims is given whole to each device,
+      one element a step.
+
+    Raises:
+      ValueError: ``steps`` below 1, another ``sync``, a leading dim other than ``steps``, by
+        path, and what :func:`value_and_grad` raises.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} must be the number of micro-batches, at least 1")
+    if sync not in ("last", "every"):
+        raise ValueError(f"sync={sync!r}: use 'last' or 'every'")
+
+    def body(args: tuple[Any, ...], work: _Work) -> Any:
+        params, batches = args
+        for path, x in leaf_paths(batches):
+            if x is not None and jnp.shape(x)[:1] != (steps,):
+                raise ValueError(
+                    f"batches[{path_string(path)!r}] has shape {jnp.shape(x)}; its leading dim "
+                    f"must be steps={steps}"
+                )
+        run = work.local(params)
+
+        def part(batch: Any) -> tuple[Any, Any]:
+            local = run((batch,), 0)
+            grads = local.grads if sync == "last" else work.scatter(local.grads)
+            return (local.loss, local.weight, grads), local.aux
+
+        def micro(sums: Any, batch: Any) -> tuple[Any, Any]:
+            new, aux = part(batch)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new), aux
+
+        def zero_like(x: Any) -> Array:
+            wide = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            kind = x.manual_axis_type  # None where shard_map does not track types
+            varying = tuple(a for a in work.axes.names if kind and a in kind.varying)
+            return vary(wide, work.axes, varying)
+
+        like, _ = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batches))
+        zeros = jax.tree.map(zero_like, like)
+        (loss, weight, grads), aux = lax.scan(micro, zeros, batches)
+        shards = work.scatter(grads) if sync == "last" else grads
+        return _finish(_Local(loss, weight, aux, {}), shards, steps, work)
+
+    return _faced(body, 0, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=1)
+
+
+class _Loss(NamedTuple):
+    fn: Callable[..., Any]
+    has_aux: bool
+    weighted: bool
+
+
+class _Local(NamedTuple):
+    """One device's part: weighted loss, weight, aux, and weighted partial gradient by path."""
+
+    loss: Array
+    weight: Array
+    aux: Any
+    grads: dict[str, Array]
+
+
+class _Work(NamedTuple):
+    """What a body needs beside its arguments."""
+
+    loss: _Loss
+    plan: Plan
+    axes: Axes
+    config: ZeroConfig
+    batch_dim: int
+
+    @property
+    def codecs(self) -> list[Codec]:
+        return [codec_of(bucket, self.config.precision) for bucket in self.plan.layout.buckets]
+
+    def local(self, params: Any) -> Callable[[tuple[Any, ...], int], _Local]:
+        """A function of the other arguments and the position of params among them."""
+        leaves = self.plan.leaves(params)
+        trained = {
+            path: leaves[path]
+            for path, trains in zip(self.plan.paths, self.plan.trains, strict=True)
+            if trains
+        }
+        # Varying parameters: autodiff then leaves the partial sum alone, to be scattered once.
+        trained = vary(trained, self.axes)
+
+        def run(others: tuple[Any, ...], position: int) -> _Local:
+            def loss_of(trained: dict[str, Array]) -> tuple[Array, Any]:
+                rebuilt = self.plan.rebuild({**leaves, **trained})
+                result = self.loss.fn(*others[:position], rebuilt, *others[position:])
+                value, aux = result if self.loss.has_aux else (result, None)
+                loss, weight = value if self.loss.weighted else (value, None)
+                _check_loss(loss, self.loss)
+                return loss, (weight, aux)
+
+            (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
+            loss = vary(loss, self.axes)
+            if not self.loss.weighted:
+                return _Local(loss, vary(jnp.float32(1), self.axes), aux, grads)
+            weight = vary(jnp.asarray(weight, jnp.float32), self.axes)
+
+            def weighed(x: Array) -> Array:
+                x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+                return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
+
+            return _Local(weighed(loss), weight, aux, jax.tree.map(weighed, grads))
+
+        return run
+
+    def scatter(self, grads: dict[str, Array]) -> GradShards:
+        """Reduce-scatter partial gradients: float32 shards of their sum."""
+        codecs, owed = self.codecs, frozenset(self.axes.names)
+        shards = reduce_gradients(grads, self.plan.layout, self.axes, codecs, owed)
+        wide = tuple(s.astype(c.state) for s, c in zip(shards, codecs, strict=True))
+        return GradShards(wide, self.plan.layout, self.axes.shard)
+
+
+def _finish(local: _Local, shards: GradShards, steps: int, work: _Work) -> Any:
+    """Sums to means, and this device's results to everyone's."""
+    axes = work.axes
+    if work.loss.weighted:
+        loss, weight = total(local.loss, axes), total(local.weight, axes)
+        divisor = jnp.where(weight > 0, weight, jnp.ones_like(weight))
+        loss = loss / divisor.astype(loss.dtype)
+    else:
+        loss = total(local.loss, axes)
+        loss = loss / jnp.asarray(axes.size * steps, loss.dtype)
+        count = steps * (axes.size if work.config.average else 1)
+        divisor = jnp.float32(count) if count > 1 else None
+    if divisor is not None:
+        shards = jax.tree.map(lambda s: s / divisor.astype(s.dtype), shards)
+    aux = jax.tree.map(lambda x: _merged(x, axes, work.batch_dim), local.aux)
+    return loss, aux, shards
+
+
+def _faced(
+    body: Callable[[tuple[Any, ...], _Work], Any],
+    argnums: int,
+    loss: _Loss,
+    zero: Any,
+    batch_dim: int,
+) -> Callable[..., Any]:
+    """``body`` on the arguments of the user, on the mesh."""
+    config, groups = _config_and_groups(zero)
     compiled: dict[Any, Callable[..., Any]] = {}
 
     def wrapped(*args: Any) -> Any:
         if argnums >= len(args):
             raise ValueError(f"argnums={argnums}, but the function was called with {len(args)}")
         axes = resolve_axes(config)
-        params = args[argnums]
-        plan = plan_tree(params, shards=axes.shards, cap_bytes=config.cap_bytes, groups=groups)
-        specs = [
-            P() if i == argnums else batch_specs(arg, axes, f"argument {i}")
+        plan = plan_tree(
+            args[argnums], shards=axes.shards, cap_bytes=config.cap_bytes, groups=groups
+        )
+        work = _Work(loss, plan, axes, config, batch_dim)
+        specs = tuple(
+            P() if i == argnums else _batch_specs(arg, axes, f"argument {i}", batch_dim)
             for i, arg in enumerate(args)
-        ]
-        body = _body(loss_fn, argnums, has_aux, plan, axes, config)
-        # How aux leaves come out depends on their shapes, which are those of one device.
-        aux_specs = _aux_specs(body, args, specs, axes) if has_aux else None
+        )
+
+        def local(*local_args: Any) -> Any:
+            return body(local_args, work)
+
         grad_specs = GradShards(
-            (P(axes.shard),) * len(plan.layout.buckets), plan.layout, axes.shard
-        )  # type: ignore[arg-type]
-        loss, aux, grads = on_mesh(
+            cast("Any", (P(axes.shard),) * len(plan.layout.buckets)), plan.layout, axes.shard
+        )
+        aux_specs = _aux_specs(local, args, specs, work) if loss.has_aux else None
+        value, aux, grads = on_mesh(
             axes,
-            body,
-            tuple(specs),
+            local,
+            specs,
             (P(), aux_specs, grad_specs),
             *args,
             cache=compiled,
-            key=(plan, axes, jax.tree.structure(args), jax.tree.leaves(specs).__repr__()),
+            key=(plan, axes, jax.tree.structure(args), repr(specs), repr(aux_specs)),
         )
-        return ((loss, aux), grads) if has_aux else (loss, grads)
+        return ((value, aux), grads) if loss.has_aux else (value, grads)
 
     return wrapped
 
 
-def _body(
-    loss_fn: Callable[..., Any],
-    argnums: int,
-    has_aux: bool,
-    plan: Plan,
-    axes: Axes,
-    config: ZeroConfig,
-) -> Callable[..., Any]:
-    def body(*args: Any) -> Any:
-        loss, aux, grads = local_gradients(loss_fn, args, argnums, has_aux, plan, axes)
-        shards = scatter(grads, plan, axes, config, config.average)
-        return mean(loss, axes), jax.tree.map(lambda x: _merged(x, axes), aux), shards
-
-    return body
-
-
-def local_gradients(
-    loss_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    argnums: int,
-    has_aux: bool,
-    plan: Plan,
-    axes: Axes,
-) -> tuple[Array, Any, dict[str, Array]]:
-    """This device's loss, aux, and partial gradient by path. No communication."""
-    leaves = plan.leaves(args[argnums])
-    trained = {p: leaves[p] for p, trains in zip(plan.paths, plan.trains, strict=True) if trains}
-
-    def loss_of(trained: dict[str, Array]) -> tuple[Array, Any]:
-        rebuilt = plan.rebuild({**leaves, **trained})
-        result = loss_fn(*args[:argnums], rebuilt, *args[argnums + 1 :])
-        loss, aux = result if has_aux else (result, None)
-        if jnp.shape(loss) != ():
-            raise ValueError(
-                f"loss_fn must return a scalar loss, got shape {jnp.shape(loss)}"
-                + ("" if has_aux else "; for (loss, aux) pass has_aux=True")
-            )
-        return loss, aux
-
-    # Varying parameters: autodiff then leaves the partial sum alone, to be scattered once.
-    (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(vary(trained, axes))
-    return loss, aux, grads
-
-
-def scatter(
-    grads: dict[str, Array], plan: Plan, axes: Axes, config: ZeroConfig, average: bool
-) -> GradShards:
-    """Reduce-scatter a partial gradient; float32 shards of the mean or the sum."""
-    codecs = [codec_of(bucket, config.precision) for bucket in plan.layout.buckets]
-    shards = reduce_gradients(
-        grads, plan.layout, axes, tuple(c.grad for c in codecs), owed=frozenset(axes.names)
-    )
-    shards = tuple(s.astype(c.state) for s, c in zip(shards, codecs, strict=True))
-    if average and axes.size > 1:
-        shards = tuple(s / jnp.asarray(axes.size, s.dtype) for s in shards)
-    return GradShards(shards, plan.layout, axes.shard)
-
-
-def batch_specs(tree: Any, axes: Axes, what: str, dim: int = 0) -> Any:
-    """Specs that split ``dim`` of every array over all devices, and leave scalars whole."""
+def _batch_specs(tree: Any, axes: Axes, what: str, dim: int) -> Any:
+    """Specs that split ``dim`` of every array over all devices, and leave smaller ones whole."""
 
     def spec(path: Any, x: Any) -> P:
         shape = jnp.shape(x)
@@ -177,34 +312,45 @@ def batch_specs(tree: Any, axes: Axes, what: str, dim: int = 0) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), flat)
 
 
-def _merged(x: Any, axes: Axes) -> Any:
-    x = jnp.asarray(x)
-    if x.ndim:
-        return vary(x, axes)
+def _check_loss(loss: Any, kind: _Loss) -> None:
+    if jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        return
+    hint = "" if kind.has_aux else "; for (loss, aux) pass has_aux=True"
+    raise ValueError(
+        f"loss_fn must return a floating scalar, got shape {jnp.shape(loss)} and dtype "
+        f"{jnp.result_type(loss)}{hint}"
+    )
+
+
+def _merged(x: Any, axes: Axes, dim: int) -> Any:
+    """One aux leaf of all devices; ``dim`` dims in front of it count micro-batches."""
+    x = vary(jnp.asarray(x), axes)
+    if x.ndim > dim:
+        return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        return mean(vary(x, axes), axes)
+        return total(x, axes) / jnp.asarray(axes.size, x.dtype)
     if jnp.issubdtype(x.dtype, jnp.integer):
-        return total(vary(x, axes), axes)
+        return total(x, axes)
     raise ValueError(
         f"aux holds a scalar of dtype {x.dtype}, which has no sum over devices; return it as an "
         "array with a leading batch dim, or as a number"
     )
 
 
-def _aux_specs(body: Any, args: tuple[Any, ...], specs: list[Any], axes: Axes) -> Any:
+def _aux_specs(body: Any, args: tuple[Any, ...], specs: tuple[Any, ...], work: _Work) -> Any:
+    """How aux comes out of the shard_map; its shapes are known only inside of it."""
+    axes, dim = work.axes, work.batch_dim
     if axes.manual:
         return None
-    shapes: list[Any] = []
+    found: list[Any] = []
 
     def record(*local: Any) -> None:
         _, aux, _ = jax.eval_shape(body, *local)
-        shapes.append(jax.tree.map(lambda x: P(axes.batch) if x.ndim else P(), aux))
+        batch = P(*[None] * dim, axes.batch)
+        found.append(jax.tree.map(lambda x: batch if x.ndim > dim else P(), aux))
 
-    jax.eval_shape(
-        lambda *a: on_mesh(axes, record, tuple(specs), None, *a),
-        *args,
-    )
-    return shapes[0]
+    jax.eval_shape(lambda *a: on_mesh(axes, record, specs, None, *a), *args)
+    return found[0]
 
 
 def _config_and_groups(zero: Any) -> tuple[ZeroConfig, Callable[[Any], Any] | None]:

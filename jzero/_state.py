@@ -28,6 +28,8 @@ class ZeroState:
       grad_norm: float32 scalar, replicated: 2-norm of the last gradient, after averaging and
         unscaling and before clipping; inf or nan where the gradient was.
       skipped: int32 scalar, replicated: steps skipped because of a non-finite gradient.
+      finite: bool scalar, replicated: every element of the last gradient was finite, before
+        unscaling; what ``DynamicLossScale.update`` asks for.
       master: a bucket's master parameters, or None where the leaf is its own master.
       inner: state of the update rule (for AdamW ``Moments(mu, nu)``, an array per bucket).
       layout: the buckets (static).
@@ -38,6 +40,7 @@ class ZeroState:
     step: Array
     grad_norm: Array
     skipped: Array
+    finite: Array
     master: tuple[Array | None, ...]
     inner: Any
     layout: Layout = dataclasses.field(metadata={"static": True})
@@ -91,6 +94,7 @@ def partition_specs(tree: Any) -> Any:
                 step=P(),
                 grad_norm=P(),
                 skipped=P(),
+                finite=P(),
                 master=jax.tree.map(lambda _: P(node.axis), node.master),
                 inner=treedef.unflatten([P(node.axis) if s else P() for s in node.sharded]),
             )

@@ -7,6 +7,7 @@ Everything that could differ (dtypes, topology, update rule, what to emit) is a 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,16 @@ from jzero._pack import pack, unpack
 from jzero._state import GradShards, ZeroState
 from jzero._update import Emit, Rule, Scaling
 
-__all__ = ["Operands", "Run", "init_state", "reduce_gradients", "state_specs", "zero_step"]
+__all__ = [
+    "Operands",
+    "Run",
+    "init_state",
+    "reduce_gradients",
+    "reduced",
+    "state_specs",
+    "zero_shards",
+    "zero_step",
+]
 
 
 class Operands(NamedTuple):
@@ -85,7 +95,7 @@ def zero_step(
       replica axis, one all-reduce of four scalars.
     """
     buckets, axes = run.layout.buckets, run.axes
-    grad_shards = _reduced(grads, run)
+    grad_shards = reduced(grads, run)
     measured = measure(grad_shards, axes)
     scaling, norm = _scaling(measured, operands, run)
     param_shards = tuple(
@@ -110,6 +120,7 @@ def zero_step(
         step=state.step + advance,
         grad_norm=norm,
         skipped=state.skipped + (1 - advance),
+        finite=measured.finite,
         master=tuple(c.encode(p) for c, p in zip(run.codecs, updated.params, strict=True)),
         inner=updated.inner,
         layout=state.layout,
@@ -122,20 +133,20 @@ def reduce_gradients(
     grads: dict[str, Array],
     layout: Layout,
     axes: Axes,
-    dtypes: tuple[Any, ...],
+    codecs: Sequence[Codec],
     owed: frozenset[str] | None = None,
 ) -> tuple[Array, ...]:
-    """A (shard,) per bucket of the sum over devices; ``dtypes`` are those on the wire."""
+    """A (shard,) per bucket of the sum over devices; see ``reduce_scatter``."""
     return tuple(
-        reduce_scatter(grads, bucket, axes, dtype, owed)
-        for bucket, dtype in zip(layout.buckets, dtypes, strict=True)
+        reduce_scatter(grads, bucket, axes, codec, owed)
+        for bucket, codec in zip(layout.buckets, codecs, strict=True)
     )
 
 
-def _reduced(grads: dict[str, Array] | GradShards, run: Run) -> tuple[Array, ...]:
-    wire = tuple(codec.grad for codec in run.codecs)
+def reduced(grads: dict[str, Array] | GradShards, run: Run) -> tuple[Array, ...]:
+    """Shards of the sum, in the buckets of this run, of gradients however they came."""
     if not isinstance(grads, GradShards):
-        return reduce_gradients(grads, run.layout, run.axes, wire)
+        return reduce_gradients(grads, run.layout, run.axes, run.codecs)
     if grads.layout == run.layout:
         return grads.buckets
     # Shards in other buckets (made without this optimizer's labels): gather one after the other
@@ -143,7 +154,7 @@ def _reduced(grads: dict[str, Array] | GradShards, run: Run) -> tuple[Array, ...
     leaves: dict[str, Array] = {}
     for bucket, shard in zip(grads.layout.buckets, grads.buckets, strict=True):
         leaves |= unpack(all_gather(shard, run.axes), bucket)
-    exact = tuple(leaves[b.slots[0].path].dtype for b in run.layout.buckets)
+    exact = [dataclasses.replace(codec, grad=codec.state) for codec in run.codecs]
     return reduce_gradients(leaves, run.layout, run.axes, exact, owed=frozenset())
 
 
@@ -171,7 +182,20 @@ def init_state(params: dict[str, Array], run: Run) -> ZeroState:
     master = tuple(codec.init(shard) for codec, shard in zip(run.codecs, shards, strict=True))
     full = tuple(s if m is None else m for m, s in zip(master, shards, strict=True))
     return _state(
-        run, jnp.int32(0), jnp.float32(0), master, run.rule.init(full, run.layout, run.codecs)
+        run,
+        jnp.int32(0),
+        jnp.float32(0),
+        jnp.bool_(True),
+        master,
+        run.rule.init(full, run.layout, run.codecs),
+    )
+
+
+def zero_shards(run: Run) -> tuple[Array, ...]:
+    """A (shard,) of zeros per bucket, typed as shards are."""
+    return tuple(
+        own_shard(jnp.zeros(bucket.padded, codec.state), run.axes)
+        for bucket, codec in zip(run.layout.buckets, run.codecs, strict=True)
     )
 
 
@@ -182,16 +206,18 @@ def state_specs(run: Run) -> ZeroState:
         run,
         P(),
         P(),
+        P(),
         tuple(None if codec.master is None else shard for codec in run.codecs),
         jax.tree.map(lambda s: shard if s else P(), run.rule.sharded(run.layout, run.codecs)),
     )
 
 
-def _state(run: Run, count: Any, norm: Any, master: Any, inner: Any) -> ZeroState:
+def _state(run: Run, count: Any, norm: Any, finite: Any, master: Any, inner: Any) -> ZeroState:
     return ZeroState(
         step=count,
         grad_norm=norm,
         skipped=count,
+        finite=finite,
         master=master,
         inner=inner,
         layout=run.layout,

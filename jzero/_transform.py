@@ -21,7 +21,15 @@ from jzero._layout import Layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Plan, differing_slot, plan_tree
 from jzero._state import GradShards, ZeroState, partition_specs
-from jzero._step import Operands, Run, init_state, state_specs, zero_step
+from jzero._step import (
+    Operands,
+    Run,
+    init_state,
+    reduced,
+    state_specs,
+    zero_shards,
+    zero_step,
+)
 from jzero._update import AdamW, Emit, OptaxRule, Rule
 
 __all__ = ["ZeroTransformation", "adamw", "zero"]
@@ -69,6 +77,17 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
           ValueError: gradients, state or parameters that do not fit each other, naming the path.
         """
         return self._machine.run("step", grads, state, params, grad_scale, extra)
+
+    def reduce(self, grads: Any, params: Any) -> GradShards:
+        """The reduction alone: a gradient (as ``step`` takes it) as float32 shards of its mean.
+
+        One reduce-scatter a bucket (none for gradients that are shards already).
+        """
+        return self._machine.reduce(grads, params)
+
+    def zero_gradients(self, params: Any) -> GradShards:
+        """Shards of zeros, as :meth:`reduce` would return them: an accumulator to start from."""
+        return self._machine.zero_gradients(params)
 
     @property
     def config(self) -> ZeroConfig:
@@ -126,6 +145,49 @@ class _Machine:
             key=("init", plan.layout, axes),
         )
 
+    def reduce(self, grads: Any, params: Any) -> GradShards:
+        axes = resolve_axes(self.config)
+        plan = self.plan(params, axes)
+        run = self._run(plan.layout, axes, self.rule)
+        incoming, specs = _incoming(grads, plan, axes)
+        divisor = self._divisor(incoming, axes)
+
+        def body(incoming: dict[str, Array] | GradShards) -> GradShards:
+            shards = tuple(
+                s.astype(codec.state) / jnp.asarray(divisor, codec.state)
+                for s, codec in zip(reduced(incoming, run), run.codecs, strict=True)
+            )
+            return GradShards(shards, plan.layout, axes.shard)
+
+        return on_mesh(
+            axes,
+            body,
+            (specs,),
+            _shard_specs(plan.layout, axes),
+            incoming,
+            cache=self.compiled,
+            key=("reduce", plan.layout, axes, divisor),
+        )
+
+    def zero_gradients(self, params: Any) -> GradShards:
+        axes = resolve_axes(self.config)
+        layout = self.plan(params, axes).layout
+        run = self._run(layout, axes, self.rule)
+        return on_mesh(
+            axes,
+            lambda: GradShards(zero_shards(run), layout, axes.shard),
+            (),
+            _shard_specs(layout, axes),
+            cache=self.compiled,
+            key=("zeros", layout, axes),
+        )
+
+    def _divisor(self, incoming: dict[str, Array] | GradShards, axes: Axes) -> int:
+        """Devices to average over: those whose partial sums are still apart, or were summed by
+        autodiff inside the user's shard_map."""
+        final = isinstance(incoming, GradShards) or not axes.manual
+        return 1 if final or not self.config.average else axes.size
+
     def update(
         self,
         updates: Any,
@@ -155,7 +217,6 @@ class _Machine:
         plan = self.plan(params, axes)
         _check_state(state, plan, axes)
         incoming, grad_specs = _incoming(grads, plan, axes)
-        reduced = isinstance(incoming, GradShards) or not axes.manual
         rule = self.rule
         if isinstance(rule, OptaxRule) and extra:
             rule = dataclasses.replace(rule, extra=extra)
@@ -164,7 +225,7 @@ class _Machine:
             "update" if face == "update" and codec.master is None else "param"
             for codec in run.codecs
         )
-        divisor = 1 if reduced or not self.config.average else axes.size
+        divisor = self._divisor(incoming, axes)
         run = dataclasses.replace(run, emit=emit, divisor=divisor)
         operands = Operands(
             rule.operands(state.step, plan.layout),
@@ -247,6 +308,10 @@ def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | Gr
         return P(*[None] * x.ndim, unreduced=unreduced) if unreduced else P()
 
     return leaves, {path: spec(grad) for path, grad in leaves.items()}
+
+
+def _shard_specs(layout: Layout, axes: Axes) -> GradShards:
+    return GradShards(cast("Any", (P(axes.shard),) * len(layout.buckets)), layout, axes.shard)
 
 
 def _check_state(state: Any, plan: Plan, axes: Axes) -> None:

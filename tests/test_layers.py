@@ -20,6 +20,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L4": (
         "_transform",
         "_gradients",
+        "_multi_steps",
+        "_norms",
         "ddp",
         "checkpoint",
         "distributed",

@@ -8,14 +8,19 @@ import jzero
 
 # Public name: its parameters. None for a name that is not called, such as a module.
 PUBLIC: dict[str, str | None] = {
+    "DynamicLossScale": "initial growth_factor backoff_factor growth_interval minimum hysteresis",
     "GradShards": "buckets layout axis",
-    "Precision": "state grad_sync param_sync master scaled",
+    "MultiSteps": "tx steps",
+    "MultiStepsState": "micro_step grads inner",
+    "Precision": "state grad_sync param_sync master accumulate scaled",
     "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync precision",
-    "ZeroState": "step grad_norm skipped master inner layout axis sharded",
+    "ZeroState": "step grad_norm skipped finite master inner layout axis sharded",
     "ZeroTransformation": "machine",
+    "accumulate": "loss_fn steps sync has_aux weighted zero",
     "adamw": "learning_rate b1 b2 eps eps_root weight_decay mask nesterov bias_correction weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero",
+    "global_norm": "tree paths ord zero",
     "partition_specs": "tree",
-    "value_and_grad": "loss_fn argnums has_aux zero",
+    "value_and_grad": "loss_fn argnums has_aux weighted zero",
     "zero": "inner clip_norm skip_nonfinite param_labels overrides zero",
 }
 
