@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jzero_kernels.adam import dispatch, reference, stats
+from jzero_kernels.adam import dispatch, reference, stats, tpu, tpu_stats
 from jzero_kernels.adam.math import AdamResult, AdamScalars, Emit, WeightDecayMode
 
 Backend = Literal["auto", "reference", "tpu", "mosaic_gpu", "triton"]
@@ -104,11 +104,31 @@ def _adam_update(
     g: jax.Array,
     scalars: AdamScalars,
     *,
+    out_dtype: jnp.dtype,
     backend: Backend,
     block: int | None,
     **options: Any,
 ) -> AdamResult:
-    return reference.adam_update(p, m, v, g, scalars, **options)
+    name = "adam_update"
+    plain = functools.partial(reference.adam_update, out_dtype=out_dtype, **options)
+    kernels = {"tpu": functools.partial(tpu.adam_update, out_dtype=out_dtype, **options)}
+    reasons = {"tpu": tpu.unsupported(p, m, v, g, out_dtype)}
+    operands = (p, m, v, g, scalars)
+    if p.size == 0 or backend == "reference":
+        return plain(*operands)
+    if backend == "auto":
+        # Lengths without the free two-dimensional view: XLA updates them in place just as well.
+        taken = {
+            key: kernel
+            for key, kernel in kernels.items()
+            if reasons[key] is None
+            and not any(map(dispatch.is_typed_sharded, (p, m, v, g)))
+            and (key != "tpu" or tpu.is_aligned(p.size, p.dtype, m.dtype, g.dtype, out_dtype))
+        }
+        return dispatch.auto(taken, plain)(*operands)
+    _check_supported(name, backend, reasons[backend])
+    kernel = functools.partial(kernels[backend], block=block)
+    return dispatch.by_platform(name, backend, kernel, plain)(*operands)
 
 
 def grad_stats(g: jax.Array, *, backend: Backend = "auto") -> jax.Array:
@@ -145,7 +165,13 @@ def grad_stats(g: jax.Array, *, backend: Backend = "auto") -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("backend",))
 def _grad_stats(g: jax.Array, *, backend: Backend) -> jax.Array:
-    return stats.grad_stats(g)
+    if g.size == 0:
+        return jnp.zeros((4,), jnp.float32)
+    if backend in ("auto", "reference"):
+        return stats.grad_stats(g)
+    kernels = {"tpu": tpu_stats.grad_stats}
+    _check_supported("grad_stats", backend, tpu_stats.unsupported(g))
+    return dispatch.by_platform("grad_stats", backend, kernels[backend], stats.grad_stats)(g)
 
 
 def default_backend(platform: str) -> str:
@@ -162,6 +188,14 @@ def _check_choice(function: str, name: str, got: Any, accepted: tuple[str, ...])
         raise ValueError(
             f"{function}: `{name}` is {got!r}; accepted: {', '.join(map(repr, accepted))}. "
             "Pass one of these."
+        )
+
+
+def _check_supported(function: str, backend: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(
+            f"{function}: `backend` is {backend!r}, and {reason} by that backend. "
+            "Pass backend='auto' or 'reference', which take every float dtype."
         )
 
 

@@ -74,6 +74,23 @@ class AdamResult(NamedTuple):
     out: jax.Array
 
 
+class Coefficients(NamedTuple):
+    """:class:`AdamScalars` as :func:`adam_step` reads them, each 0-d in the compute dtype."""
+
+    minus_learning_rate: jax.Array
+    b1: jax.Array
+    one_minus_b1: jax.Array
+    b2: jax.Array
+    one_minus_b2: jax.Array
+    eps: jax.Array
+    eps_root: jax.Array
+    weight_decay: jax.Array
+    inverse_correction1: jax.Array
+    inverse_correction2: jax.Array
+    inverse_correction1_next: jax.Array
+    multiplier: jax.Array
+
+
 class StepValues(NamedTuple):
     """Unrounded results of :func:`adam_step`, in the compute dtype (``p``: at least as wide)."""
 
@@ -89,28 +106,58 @@ def compute_dtype(m_dtype: DTypeLike, v_dtype: DTypeLike) -> jnp.dtype:
     return wide if wide in (jnp.dtype(m_dtype), jnp.dtype(v_dtype)) else jnp.dtype(jnp.float32)
 
 
+def coefficients(scalars: AdamScalars, dtype: DTypeLike = jnp.float32) -> Coefficients:
+    """The scalars in the compute dtype, bias corrections as factors.
+
+    XLA replaces a division by a broadcast scalar by a product with its reciprocal (so it does in
+    a compiled ``optax.adamw``), or merges it with a second division, as the program around it has
+    it. Taking the reciprocals here leaves it no choice, and spares a kernel two divisions an
+    element.
+    """
+    s = AdamScalars(*(x.astype(dtype) for x in scalars[:-1]), finite=scalars.finite)
+    return Coefficients(
+        minus_learning_rate=-s.learning_rate,
+        b1=s.b1,
+        one_minus_b1=s.one_minus_b1,
+        b2=s.b2,
+        one_minus_b2=s.one_minus_b2,
+        eps=s.eps,
+        eps_root=s.eps_root,
+        weight_decay=s.weight_decay,
+        inverse_correction1=1 / s.bias_correction1,
+        inverse_correction2=1 / s.bias_correction2,
+        inverse_correction1_next=1 / s.bias_correction1_next,
+        multiplier=s.multiplier,
+    )
+
+
 # A NaN payload that no computation produces. Comparing a runtime scalar with it gives a zero that
 # no compiler can prove to be one.
 _UNSEEN_NAN = 0x7FA5C3E1
 
 
-def runtime_zero(learning_rate: jax.Array) -> jax.Array:
-    """An int32 scalar that is always 0 but not a compile-time constant (see :func:`opaque`)."""
-    bits = lax.bitcast_convert_type(learning_rate.astype(jnp.float32), jnp.int32)
+def runtime_zero(scalar: jax.Array) -> jax.Array:
+    """An int32 that is always 0 but not a compile-time constant (see :func:`opaque`).
+
+    Args:
+      scalar: any 0-d float operand of the program.
+    """
+    bits = lax.bitcast_convert_type(scalar.astype(jnp.float32), jnp.int32)
     return (bits == _UNSEEN_NAN).astype(jnp.int32)
 
 
 def opaque(x: jax.Array, zero: jax.Array) -> jax.Array:
     """``x``, bit for bit, through an integer operation that a compiler cannot see through.
 
-    XLA's CPU and GPU backends contract a product and a sum into one fused multiply-add, and
-    remove a rounding to a narrower type that is followed by a widening. Both would break a
-    promise: ``p + out == p_new`` exactly for ``emit="update"``, and ``out`` being the cast of the
-    *stored* parameter. An optimization barrier would stop them too, but it would split the
-    fusion and so cost memory traffic; one xor in registers does not.
+    XLA's CPU and GPU backends contract a product and a sum into one fused multiply-add, in one
+    program and not in the next, and remove a rounding to a narrower type that is followed by a
+    widening. So a result would depend on what it was compiled with, ``p + out == p_new`` would not
+    hold exactly for ``emit="update"``, and ``out`` would not be the cast of the *stored*
+    parameter. An optimization barrier would stop them too, but it splits the fusion and so costs
+    memory traffic; one xor in registers costs none.
 
     Args:
-      x: any float array of 16, 32 or 64 bits an element.
+      x: any float array of 8, 16, 32 or 64 bits an element.
       zero: from :func:`runtime_zero`.
     """
     bits_dtype = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
@@ -123,47 +170,50 @@ def adam_step(
     m: jax.Array,
     v: jax.Array,
     g: jax.Array,
-    scalars: AdamScalars,
+    c: Coefficients,
     *,
     nesterov: bool,
     weight_decay_mode: WeightDecayMode,
     dtype: DTypeLike = jnp.float32,
-    guard: bool = True,
 ) -> StepValues:
-    """One Adam step on values already in registers; ``scalars.finite`` is *not* looked at.
+    """One Adam step on values already in registers; whether it counts is the caller's affair.
 
     Args:
       p: master parameter, any float dtype, any shape (as all four).
       m: first moment.
       v: second moment.
       g: gradient.
-      scalars: see :class:`AdamScalars`.
+      c: from :func:`coefficients`, in ``dtype``.
       nesterov: use Dozat's look-ahead first moment, as ``optax.scale_by_adam(nesterov=True)``.
       weight_decay_mode: "decoupled" (AdamW) or "l2" (Adam with the decay in the gradient).
       dtype: of the arithmetic.
-      guard: keep the last product and sum apart with :func:`opaque`; a backend whose compiler
-        does not contract them may leave it out.
+
+    Every product is rounded before it is added (see :func:`opaque`), so that the result is the
+    same bits in every program and on every backend with IEEE division and square root.
 
     Returns:
       The unrounded new values and the update ``u`` with ``p_new == p + u``. A parameter wider
       than ``dtype`` keeps its width in that sum.
     """
-    s = AdamScalars(*(x.astype(dtype) for x in scalars[:-1]), finite=scalars.finite)
+    zero = runtime_zero(c.minus_learning_rate)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return opaque(a * b, zero)
+
     p_wide = p if jnp.dtype(p.dtype).itemsize > jnp.dtype(dtype).itemsize else p.astype(dtype)
     p, m, v, g = (x.astype(dtype) for x in (p, m, v, g))
-    g = g * s.multiplier
+    g = product(g, c.multiplier)
     if weight_decay_mode == "l2":
-        g = g + s.weight_decay * p
-    m = s.one_minus_b1 * g + s.b1 * m
-    v = s.one_minus_b2 * (g * g) + s.b2 * v
+        g = g + product(p, c.weight_decay)
+    m = product(g, c.one_minus_b1) + product(m, c.b1)
+    v = product(g * g, c.one_minus_b2) + product(v, c.b2)
     if nesterov:
-        m_hat = s.b1 * (m / s.bias_correction1_next) + s.one_minus_b1 * (g / s.bias_correction1)
+        ahead = product(product(m, c.inverse_correction1_next), c.b1)
+        m_hat = ahead + product(product(g, c.inverse_correction1), c.one_minus_b1)
     else:
-        m_hat = m / s.bias_correction1
-    u = m_hat / (jnp.sqrt(v / s.bias_correction2 + s.eps_root) + s.eps)
+        m_hat = product(m, c.inverse_correction1)
+    u = m_hat / (jnp.sqrt(product(v, c.inverse_correction2) + c.eps_root) + c.eps)
     if weight_decay_mode == "decoupled":
-        u = u + s.weight_decay * p
-    u = -s.learning_rate * u
-    if guard:
-        u = opaque(u, runtime_zero(scalars.learning_rate))
+        u = u + product(p, c.weight_decay)
+    u = product(u, c.minus_learning_rate)
     return StepValues(p_wide + u.astype(p_wide.dtype), m, v, u)

@@ -14,6 +14,7 @@ from jzero_kernels.adam.math import (
     Emit,
     WeightDecayMode,
     adam_step,
+    coefficients,
     compute_dtype,
     opaque,
     runtime_zero,
@@ -33,15 +34,16 @@ def adam_update(
     emit: Emit,
 ) -> AdamResult:
     """One step on arrays of any one shape; arguments as :func:`jzero_kernels.adam.adam_update`."""
+    dtype = compute_dtype(m.dtype, v.dtype)
     new = adam_step(
         p,
         m,
         v,
         g,
-        scalars,
+        coefficients(scalars, dtype),
         nesterov=nesterov,
         weight_decay_mode=weight_decay_mode,
-        dtype=compute_dtype(m.dtype, v.dtype),
+        dtype=dtype,
     )
     finite = scalars.finite
     # Select after rounding, in the stored dtype: a skipped step hands back the very bits it got,

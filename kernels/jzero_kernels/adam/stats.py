@@ -20,7 +20,9 @@ SCALE = 2.0**64
 
 # Terms that one plain float32 sum may add: rounding grows with the length of a sum, and a running
 # sum of equal terms stops growing at 2^24 terms.
-_ROW = 4096
+_ROW = 256
+
+_Terms = tuple[jax.Array, ...]
 
 
 def stat_terms(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -31,29 +33,55 @@ def stat_terms(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array
     x = g.astype(jnp.float32)
     size = jnp.abs(x)
     small, big = size < SMALL, size > BIG
-    zero = jnp.zeros_like(x)
-    up, down = x * SCALE, x * (1.0 / SCALE)
+    zero, one = jnp.zeros_like(x), jnp.ones_like(x)
+    scaled = x * jnp.where(small, one * SCALE, jnp.where(big, one * (1.0 / SCALE), one))
+    square = scaled * scaled
     return (
-        jnp.where(small, up * up, zero),
-        jnp.where(small | big, zero, x * x),
-        jnp.where(big, down * down, zero),
-        jnp.where(size < jnp.inf, zero, jnp.ones_like(x)),
+        jnp.where(small, square, zero),
+        jnp.where(small | big, zero, square),
+        jnp.where(big, square, zero),
+        jnp.where(size < jnp.inf, zero, one),
     )
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    """Sum of a 1-D float32 array in levels of at most ``_ROW`` terms each; no padded copy."""
-    while x.size > _ROW:
-        rows = x.size // _ROW
-        head = x[: rows * _ROW].reshape(rows, _ROW).sum(axis=1)
-        tail = x[rows * _ROW :].sum()
-        x = jnp.concatenate([head, tail[None]]) if x.size % _ROW else head
-    return x.sum()
+def _sum_together(terms: _Terms) -> _Terms:
+    """Sums over axis 1 in one loop over all the terms."""
+    zero = jnp.zeros((), jnp.float32)
+    varying = jax.typeof(terms[0]).manual_axis_type.varying
+    if varying:
+        zero = lax.pcast(zero, tuple(sorted(varying, key=str)), to="varying")
+
+    def add(a: _Terms, b: _Terms) -> _Terms:
+        return tuple(x + y for x, y in zip(a, b, strict=True))
+
+    return tuple(lax.reduce(terms, (zero,) * len(terms), add, (1,)))
+
+
+def _sum_in_levels(terms: _Terms) -> jax.Array:
+    """Sums of 1-D float32 arrays, at most ``_ROW`` terms at a time; no padded copy."""
+    while (n := terms[0].size) > 1:
+        rows, rest = divmod(n, _ROW)
+        levels: list[_Terms] = []
+        if rows:
+            levels.append(_sum_together(tuple(x[: n - rest].reshape(rows, _ROW) for x in terms)))
+        if rest:
+            levels.append(_sum_together(tuple(x[n - rest :].reshape(1, rest) for x in terms)))
+        terms = tuple(jnp.concatenate(parts) for parts in zip(*levels, strict=True))
+    return jnp.concatenate(terms)
 
 
 def grad_stats(g: jax.Array) -> jax.Array:
-    """Reference of :func:`jzero_kernels.adam.grad_stats`."""
-    return jnp.stack([_sum(term) for term in stat_terms(g)])
+    """Reference of :func:`jzero_kernels.adam.grad_stats`, for n >= 1.
+
+    XLA fuses four sums over one operand into one pass on TPU and GPU, where a sum is also spread
+    over thousands of lanes. Its CPU backend does neither (40 bytes an element, and four
+    temporaries of g's length): there they are reductions over a tuple, in levels.
+    """
+    return lax.platform_dependent(
+        g,
+        cpu=lambda x: _sum_in_levels(stat_terms(x)),
+        default=lambda x: jnp.stack([term.sum() for term in stat_terms(x)]),
+    )
 
 
 def norm_from_stats(stats: jax.Array) -> jax.Array:
