@@ -112,7 +112,7 @@ def _check_update(
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _mixing(jaxpr: Jaxpr, tainted_in: Sequence[bool]) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _mixing(jaxpr: Jaxpr, tainted_in: Sequence[bool]) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         inputs = [not isinstance(v, Literal) and v in tainted for v in eqn.invars]
         name = eqn.primitive.name
-        if name in _DRAWS and any(_PROBE in v.aval.shape for v in eqn.outvars):
+        if name in _DRAWS and any(_PROBE in _shape(v) for v in eqn.outvars):
             yield name
         if not any(inputs):
             for inner in _subjaxprs(eqn.params):
@@ -134,12 +134,16 @@ def _mixing(jaxpr: Jaxpr, tainted_in: Sequence[bool]) -> Iterator[str]:
             if len(inner.invars) == len(inputs):
                 flags = inputs
             else:
-                flags = [v.aval.shape == (_PROBE,) for v in inner.invars]
+                flags = [_shape(v) == (_PROBE,) for v in inner.invars]
             yield from _mixing(inner, flags)
-        shapes = {v.aval.shape for v in eqn.outvars}
+        shapes = {_shape(v) for v in eqn.outvars}
         if not subs and (name in _MIXES or shapes != {(_PROBE,)}):
             yield name
-        tainted.update(v for v in eqn.outvars if v.aval.shape == (_PROBE,))
+        tainted.update(v for v in eqn.outvars if _shape(v) == (_PROBE,))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
 
 
 def _subjaxprs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:

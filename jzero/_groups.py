@@ -71,6 +71,7 @@ class Groups:
     def _labels(self, params: Any, paths: list[str]) -> list[str]:
         if self.param_labels is None:
             return [""] * len(paths)
+        labels: list[Any]
         if callable(self.param_labels):
             labels = [self.param_labels(path) for path in paths]
         else:

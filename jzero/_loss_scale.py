@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,6 @@ class DynamicLossScale:
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
             minimum_scale=self.minimum,
-            fin_steps=self.finite_steps,
-            scale=self.value,
+            fin_steps=cast("Any", self.finite_steps),
+            scale=cast("Any", self.value),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,7 +136,7 @@ def on_mesh(
         axis_names=set(axes.names),
         check_vma=axes.size > 1,
     )
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return mapped(*_typed(args, in_specs, axes.mesh))
     if isinstance(axes.mesh, jax.sharding.Mesh):
         args = _placed(args, in_specs, axes.mesh)

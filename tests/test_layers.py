@@ -16,7 +16,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L0": ("_layout", "_config", "_errors", "_paths", "_mesh"),
     "L1": ("_pack", "_collectives", "_codec", "_groups"),
     "L2": ("_measure", "_update", "_elementwise", "_loss_scale"),
-    "L3": ("_state", "_step"),
+    "L3": ("_state", "_step", "_machine"),
     "L4": (
         "_transform",
         "_gradients",

@@ -1,0 +1,287 @@
+"""From global arrays, or a shard_map's local ones, to a step: plan, check, map over the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jzero._codec import codec_of
+from jzero._config import ZeroConfig
+from jzero._layout import Layout
+from jzero._mesh import Axes, on_mesh, resolve_axes
+from jzero._pack import Plan, differing_slot, plan_tree
+from jzero._state import GradShards, ZeroState, partition_specs
+from jzero._step import (
+    Operands,
+    Run,
+    init_state,
+    reduced,
+    state_specs,
+    zero_shards,
+    zero_step,
+)
+from jzero._update import Emit, OptaxRule, Rule
+
+__all__ = ["Machine"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Machine:
+    """A transformation without a face: its rule, its options, and where its steps run.
+
+    Attributes:
+      config: axes, buckets, precision.
+      rule: the update rule.
+      clip_norm: number, scalar array or None.
+      skip_nonfinite: whether a non-finite gradient skips the step.
+      compiled: programs for calls outside of ``jit``, by what they depend on.
+    """
+
+    config: ZeroConfig
+    rule: Rule
+    clip_norm: Any
+    skip_nonfinite: bool
+    compiled: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+
+    def plan(self, params: Any, axes: Axes) -> Plan:
+        groups = self.rule.groups
+        return plan_tree(params, shards=axes.shards, cap_bytes=self.config.cap_bytes, groups=groups)
+
+    def _run(self, layout: Layout, axes: Axes, rule: Rule) -> Run:
+        codecs = tuple(codec_of(bucket, self.config.precision) for bucket in layout.buckets)
+        return Run(
+            layout=layout,
+            axes=axes,
+            rule=rule,
+            codecs=codecs,
+            emit=("param",) * len(codecs),
+            divisor=1,
+            skip_nonfinite=self.skip_nonfinite,
+        )
+
+    def init(self, params: Any) -> ZeroState:
+        if params is None:
+            raise ValueError("jzero: init needs params, got None")
+        axes = resolve_axes(self.config)
+        plan = self.plan(params, axes)
+        run = self._run(plan.layout, axes, self.rule)
+        trainable = _trainable(plan, params)
+        return on_mesh(
+            axes,
+            lambda p: init_state(p, run),
+            (P(),),
+            state_specs(run),
+            trainable,
+            cache=self.compiled,
+            key=("init", plan.layout, axes),
+        )
+
+    def reduce(self, grads: Any, params: Any) -> GradShards:
+        axes = resolve_axes(self.config)
+        plan = self.plan(params, axes)
+        run = self._run(plan.layout, axes, self.rule)
+        incoming, specs = _incoming(grads, plan, axes)
+        divisor = self._divisor(incoming, axes)
+
+        def body(incoming: dict[str, Array] | GradShards) -> GradShards:
+            shards = tuple(
+                s.astype(codec.state) / jnp.asarray(divisor, codec.state)
+                for s, codec in zip(reduced(incoming, run), run.codecs, strict=True)
+            )
+            return GradShards(shards, plan.layout, axes.shard)
+
+        return on_mesh(
+            axes,
+            body,
+            (specs,),
+            _shard_specs(plan.layout, axes),
+            incoming,
+            cache=self.compiled,
+            key=("reduce", plan.layout, axes, divisor),
+        )
+
+    def zero_gradients(self, params: Any) -> GradShards:
+        axes = resolve_axes(self.config)
+        layout = self.plan(params, axes).layout
+        run = self._run(layout, axes, self.rule)
+        return on_mesh(
+            axes,
+            lambda: GradShards(zero_shards(run), layout, axes.shard),
+            (),
+            _shard_specs(layout, axes),
+            cache=self.compiled,
+            key=("zeros", layout, axes),
+        )
+
+    def _divisor(self, incoming: dict[str, Array] | GradShards, axes: Axes) -> int:
+        """Devices to average over: those whose partial sums are still apart, or were summed by
+        autodiff inside the user's shard_map."""
+        final = isinstance(incoming, GradShards) or not axes.manual
+        return 1 if final or not self.config.average else axes.size
+
+    def update(
+        self,
+        updates: Any,
+        state: ZeroState,
+        params: Any = None,
+        *,
+        grad_scale: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, ZeroState]:
+        """Optax's protocol: what ``optax.apply_updates`` must add to ``params``."""
+        return self.run("update", updates, state, params, grad_scale, extra)
+
+    def run(
+        self,
+        face: Literal["step", "update"],
+        grads: Any,
+        state: ZeroState,
+        params: Any,
+        grad_scale: Any,
+        extra: Mapping[str, Any],
+    ) -> tuple[Any, ZeroState]:
+        if params is None:
+            raise ValueError(
+                f"jzero: {face} needs params, got None; call tx.{face}(grads, state, params)"
+            )
+        axes = resolve_axes(self.config)
+        plan = self.plan(params, axes)
+        _check_state(state, plan, axes)
+        incoming, grad_specs = _incoming(grads, plan, axes)
+        rule = self.rule
+        if isinstance(rule, OptaxRule) and extra:
+            rule = dataclasses.replace(rule, extra=extra)
+        run = self._run(plan.layout, axes, rule)
+        emit: tuple[Emit, ...] = tuple(
+            "update" if face == "update" and codec.master is None else "param"
+            for codec in run.codecs
+        )
+        divisor = self._divisor(incoming, axes)
+        run = dataclasses.replace(run, emit=emit, divisor=divisor)
+        operands = Operands(
+            rule.operands(state.step, plan.layout),
+            _scalar("clip_norm", self.clip_norm),
+            _scalar("grad_scale", grad_scale),
+        )
+        state_specs = partition_specs(state)
+        old = _trainable(plan, params)
+        new, new_state = on_mesh(
+            axes,
+            functools.partial(zero_step, run=run),
+            (grad_specs, state_specs, P(), P()),
+            (P(), state_specs),
+            incoming,
+            state,
+            old,
+            operands,
+            cache=self.compiled if rule is self.rule else None,
+            key=("step", plan.layout, axes, emit, divisor, jax.tree.structure(state)),
+        )
+        if face == "update":
+            sent = {
+                slot.path: how
+                for bucket, how in zip(plan.layout.buckets, emit, strict=True)
+                for slot in bucket.slots
+            }
+            new = {p: x if sent[p] == "update" else _difference(x, old[p]) for p, x in new.items()}
+        leaves = plan.leaves(params)
+        others = {
+            path: leaf if face == "step" else _no_change(path, leaf)
+            for path, leaf in leaves.items()
+            if path not in new
+        }
+        return plan.rebuild({**new, **others}), new_state
+
+
+def _difference(new: Array, old: Array) -> Array:
+    """The float32 change from one low-precision parameter to the next; adding it gives back
+    ``new`` exactly (unless it is over 2**15 times smaller than ``old``)."""
+    return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+
+def _no_change(path: str, leaf: Any) -> Any:
+    """What ``optax.apply_updates`` can add to a leaf that does not train."""
+    if leaf is None:
+        return None
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"params[{path!r}] is a PRNG key, to which optax.apply_updates cannot add; use "
+            "tx.step, which leaves it as it is, or keep keys out of params"
+        )
+    return jnp.zeros_like(leaf)
+
+
+def _trainable(plan: Plan, params: Any) -> dict[str, Array]:
+    leaves = plan.leaves(params)
+    return {
+        path: jnp.asarray(leaves[path]) if isinstance(leaves[path], np.ndarray) else leaves[path]
+        for path, trains in zip(plan.paths, plan.trains, strict=True)
+        if trains
+    }
+
+
+def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | GradShards, Any]:
+    """Gradients as the step takes them, and their specs."""
+    if isinstance(grads, GradShards):
+        missing = plan.layout.by_path.keys() - grads.layout.by_path.keys()
+        if missing or grads.layout.shards != axes.shards:
+            raise ValueError(
+                "grads were reduced for other parameters or another mesh: "
+                + differing_slot(grads.layout, plan.layout)
+            )
+        return grads, partition_specs(grads)
+    leaves = plan.gradients(grads)
+    if axes.manual:
+        return leaves, P()
+
+    def spec(x: Array) -> P:
+        unreduced = jax.typeof(x).sharding.spec.unreduced & set(axes.names)
+        return P(*[None] * x.ndim, unreduced=unreduced) if unreduced else P()
+
+    return leaves, {path: spec(grad) for path, grad in leaves.items()}
+
+
+def _shard_specs(layout: Layout, axes: Axes) -> GradShards:
+    return GradShards(cast("Any", (P(axes.shard),) * len(layout.buckets)), layout, axes.shard)
+
+
+def _check_state(state: Any, plan: Plan, axes: Axes) -> None:
+    if not isinstance(state, ZeroState):
+        raise ValueError(
+            f"state must be what this transformation's init returned, got {type(state).__name__}"
+        )
+    if state.axis != axes.shard:
+        raise ValueError(f"state is sharded over {state.axis!r}, this optimizer {axes.shard!r}")
+    if state.layout != plan.layout:
+        raise ValueError(
+            "state does not belong to these params and options: "
+            f"{differing_slot(state.layout, plan.layout)}; init a new state, or restore a "
+            "checkpoint onto this layout"
+        )
+    leaves = jax.tree.leaves(state.inner)
+    arrays = [x for x, s in zip(leaves, state.sharded, strict=True) if s]
+    arrays += [x for x in state.master if x is not None]
+    sizes = {b.shard if axes.manual else b.padded for b in plan.layout.buckets}
+    for array in arrays:
+        if array.shape[0] not in sizes:
+            raise ValueError(
+                f"a state array has {array.shape[0]} elements here, expected one of "
+                f"{sorted(sizes)[:5]}; give shard_map in_specs=jzero.partition_specs(state)"
+            )
+
+
+def _scalar(name: str, value: Any) -> Array | None:
+    if value is None:
+        return None
+    array = jnp.asarray(value, jnp.float32)
+    if array.ndim:
+        raise ValueError(f"{name} must be a scalar, got an array of shape {array.shape}")
+    return array
