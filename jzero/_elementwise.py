@@ -7,6 +7,7 @@ traced on small arrays, and any step in which a shard's elements meet each other
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 __all__ = ["sharded_leaves"]
 
-_PROBE = 384  # elements; no other dim in an optimizer's state is likely to have this size
+# Small arrays to trace with; no other dim in an optimizer's state is likely to have these sizes.
+# A flat one, as a shard is; and a matrix, since some treat matrices differently (muon, sm3).
+_FLAT = (384,)
+_MATRIX = (41, 53)
 
 _MIXES = frozenset(
     {
@@ -48,30 +52,35 @@ def sharded_leaves(
         the primitive.
     """
 
-    def shards(size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct((size,), dtype) for dtype in dtypes)
-
-    small = jax.eval_shape(inner.init, shards(_PROBE))
-    large = jax.eval_shape(inner.init, shards(2 * _PROBE))
-
-    def is_sharded(a: Any, b: Any) -> bool:
-        if a.shape == b.shape:
-            return False
-        if (a.shape, b.shape) == ((_PROBE,), (2 * _PROBE,)):
-            return True
-        raise ValueError(
-            "jzero.zero(inner) needs an elementwise transformation; for parameters of "
-            f"{_PROBE} elements the state of inner has a leaf of shape {a.shape}, which cannot "
-            "be sharded with them"
+    flags = None
+    for probe in (_MATRIX, _FLAT):
+        larger = tuple(2 * dim for dim in probe)
+        small, large = (
+            tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes)
+            for shape in (probe, larger)
         )
-
-    flags = jax.tree.map(is_sharded, small, large)
-    _check_update(inner, shards(_PROBE), small, flags, extra)
+        state = jax.eval_shape(inner.init, small)
+        flags = jax.tree.map(
+            functools.partial(_follows, probe, larger), state, jax.eval_shape(inner.init, large)
+        )
+        _check_update(inner, probe, small, state, flags, extra)
     return flags
+
+
+def _follows(probe: tuple[int, ...], larger: tuple[int, ...], a: Any, b: Any) -> bool:
+    if a.shape == b.shape:
+        return False
+    if (a.shape, b.shape) == (probe, larger):
+        return True
+    raise ValueError(
+        "jzero.zero(inner) needs an elementwise transformation; for a parameter of shape "
+        f"{probe} the state of inner has a leaf of shape {a.shape}, which cannot be sharded with it"
+    )
 
 
 def _check_update(
     inner: optax.GradientTransformationExtraArgs,
+    probe: tuple[int, ...],
     params: tuple[jax.ShapeDtypeStruct, ...],
     state: Any,
     flags: Any,
@@ -98,7 +107,7 @@ def _check_update(
             f"update, so every step would recompile: {before} became {after}"
         )
     tainted = [True] * len(params) + jax.tree.leaves(flags) + [True] * len(params)
-    for name in _mixing(closed.jaxpr, tainted):
+    for name in _mixing(closed.jaxpr, tainted, probe):
         why = (
             "draws random numbers of a shard's shape, which would be equal on all devices"
             if name in _DRAWS
@@ -115,17 +124,17 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _mixing(jaxpr: Jaxpr, tainted_in: Sequence[bool]) -> Iterator[str]:
+def _mixing(jaxpr: Jaxpr, tainted_in: Sequence[bool], probe: tuple[int, ...]) -> Iterator[str]:
     """Names of primitives through which elements of one tainted array meet."""
     tainted = {v for v, t in zip(jaxpr.invars, tainted_in, strict=True) if t}
     for eqn in jaxpr.eqns:
         inputs = [not isinstance(v, Literal) and v in tainted for v in eqn.invars]
         name = eqn.primitive.name
-        if name in _DRAWS and any(_PROBE in _shape(v) for v in eqn.outvars):
+        if name in _DRAWS and any(_shape(v)[-1:] == probe[-1:] for v in eqn.outvars):
             yield name
         if not any(inputs):
             for inner in _subjaxprs(eqn.params):
-                yield from _mixing(inner, [False] * len(inner.invars))
+                yield from _mixing(inner, [False] * len(inner.invars), probe)
             continue
         subs = list(_subjaxprs(eqn.params))
         for inner in subs:
@@ -134,12 +143,12 @@ def _mixing(jaxpr: Jaxpr, tainted_in: Sequence[bool]) -> Iterator[str]:
             if len(inner.invars) == len(inputs):
                 flags = inputs
             else:
-                flags = [_shape(v) == (_PROBE,) for v in inner.invars]
-            yield from _mixing(inner, flags)
+                flags = [_shape(v) == probe for v in inner.invars]
+            yield from _mixing(inner, flags, probe)
         shapes = {_shape(v) for v in eqn.outvars}
-        if not subs and (name in _MIXES or shapes != {(_PROBE,)}):
+        if not subs and (name in _MIXES or shapes != {probe}):
             yield name
-        tainted.update(v for v in eqn.outvars if _shape(v) == (_PROBE,))
+        tainted.update(v for v in eqn.outvars if _shape(v) == probe)
 
 
 def _shape(var: Any) -> tuple[int, ...]:

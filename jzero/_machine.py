@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jzero._codec import codec_of
@@ -74,6 +75,7 @@ class Machine:
         plan = self.plan(params, axes)
         run = self._run(plan.layout, axes, self.rule)
         trainable = _trainable(plan, params)
+        _refuse_tied(trainable)
         return on_mesh(
             axes,
             lambda p: init_state(p, run),
@@ -226,6 +228,20 @@ def _trainable(plan: Plan, params: Any) -> dict[str, Array]:
         for path, trains in zip(plan.paths, plan.trains, strict=True)
         if trains
     }
+
+
+def _refuse_tied(leaves: dict[str, Any]) -> None:
+    """One array in two places would be counted, clipped and decayed twice, then drift apart.
+    Seen where arrays are concrete; a trace does not show that two of its inputs are one."""
+    seen: dict[int, str] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.size:
+            first = seen.setdefault(id(leaf), path)
+            if first != path:
+                raise ValueError(
+                    f"params[{first!r}] and params[{path!r}] are one array; keep a tied "
+                    "parameter once in params and use it twice in the loss, or copy it"
+                )
 
 
 def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | GradShards, Any]:
