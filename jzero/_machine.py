@@ -107,7 +107,7 @@ class Machine:
             _shard_specs(plan.layout, axes),
             incoming,
             cache=self.compiled,
-            key=("reduce", plan.layout, axes, divisor),
+            key=("reduce", plan.layout, axes, divisor, _kind(incoming, specs)),
         )
 
     def zero_gradients(self, params: Any) -> GradShards:
@@ -185,7 +185,15 @@ class Machine:
             old,
             operands,
             cache=self.compiled if rule is self.rule else None,
-            key=("step", plan.layout, axes, emit, divisor, jax.tree.structure(state)),
+            key=(
+                "step",
+                plan.layout,
+                axes,
+                emit,
+                divisor,
+                _kind(incoming, grad_specs),
+                jax.tree.structure(state),
+            ),
         )
         if face == "update":
             sent = {
@@ -263,6 +271,11 @@ def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | Gr
         return P(*[None] * x.ndim, unreduced=unreduced) if unreduced else P()
 
     return leaves, {path: spec(grad) for path, grad in leaves.items()}
+
+
+def _kind(incoming: Any, specs: Any) -> Any:
+    """What a compiled program depends on in the form of its gradients."""
+    return jax.tree.structure(incoming), tuple(jax.tree.leaves(specs))
 
 
 def _shard_specs(layout: Layout, axes: Axes) -> GradShards:
