@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jzero_kernels.adam import dispatch, reference, stats, tpu, tpu_stats
+from jzero_kernels.adam import dispatch, mosaic_gpu, reference, stats, tpu, tpu_stats, triton
 from jzero_kernels.adam.math import AdamResult, AdamScalars, Emit, WeightDecayMode
 
 Backend = Literal["auto", "reference", "tpu", "mosaic_gpu", "triton"]
@@ -59,8 +59,8 @@ def adam_update(
         ``p + out == p'`` exactly for float32 p and ``out_dtype``.
       backend: "auto" (the default for the platform that is lowered for: see
         :func:`default_backend`), or one by name, which raises where it cannot run.
-      block: elements a kernel handles at a time; None: the tuned or built-in size. Not accepted by
-        the reference, which has no blocks.
+      block: elements that a kernel named by ``backend`` handles at a time; None: the tuned or
+        built-in size.
 
     Returns:
       :class:`AdamResult`. With ``scalars.finite`` False: p, m, v bit-identical to the arguments,
@@ -76,6 +76,11 @@ def adam_update(
     _check_vectors(name, {"p": p, "m": m, "v": v, "g": g})
     _check_dtype(name, "out_dtype", jnp.dtype(out_dtype))
     scalars = _check_scalars(scalars)
+    if block is not None and backend in ("auto", "reference"):
+        raise ValueError(
+            f"{name}: `block` is {block}; accepted: None with backend {backend!r}, which may have "
+            "no blocks. Pass None, or a kernel's backend by name."
+        )
     p, m, v, g, *cast_scalars = dispatch.vary_together(name, (p, m, v, g, *scalars))
     return _adam_update(
         p,
@@ -111,8 +116,12 @@ def _adam_update(
 ) -> AdamResult:
     name = "adam_update"
     plain = functools.partial(reference.adam_update, out_dtype=out_dtype, **options)
-    kernels = {"tpu": functools.partial(tpu.adam_update, out_dtype=out_dtype, **options)}
-    reasons = {"tpu": tpu.unsupported(p, m, v, g, out_dtype)}
+    modules = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}
+    kernels = {
+        key: functools.partial(module.adam_update, out_dtype=out_dtype, **options)
+        for key, module in modules.items()
+    }
+    reasons = {key: x.unsupported(p, m, v, g, out_dtype) for key, x in modules.items()}
     operands = (p, m, v, g, scalars)
     if p.size == 0 or backend == "reference":
         return plain(*operands)
@@ -170,6 +179,7 @@ def _grad_stats(g: jax.Array, *, backend: Backend) -> jax.Array:
     if backend in ("auto", "reference"):
         return stats.grad_stats(g)
     kernels = {"tpu": tpu_stats.grad_stats}
+    _check_choice("grad_stats", "backend", backend, ("auto", "reference", *kernels))
     _check_supported("grad_stats", backend, tpu_stats.unsupported(g))
     return dispatch.by_platform("grad_stats", backend, kernels[backend], stats.grad_stats)(g)
 

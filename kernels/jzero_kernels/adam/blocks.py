@@ -88,11 +88,14 @@ def block_for(backend: str, n: int, dtypes: tuple[str, ...], block: int | None) 
     """
     rule = RULES[backend]
     # No block is longer than the shard: a shard shorter than one multiple is a block by itself.
+    # (Triton blocks are powers of two, with a mask: theirs may be longer.)
     whole = n // rule.multiple * rule.multiple or n
+    if backend == "triton":
+        whole = rule.default if block is None else block
     wish = block if block is not None else _tuned(backend, dtypes, n)
     if wish is None:
         share = -(-n // (rule.steps * rule.multiple)) * rule.multiple
-        return min(rule.default, share, whole)
+        return rule.default if backend == "triton" else min(rule.default, share, whole)
     if wish <= 0 or wish % rule.multiple:
         raise ValueError(
             f"adam_update: `block` is {wish}; accepted for backend {backend!r}: positive "

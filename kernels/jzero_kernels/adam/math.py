@@ -10,6 +10,7 @@ Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); Dozat, "Inco
 Momentum into Adam" (ICLR 2016 workshop).
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -175,6 +176,7 @@ def adam_step(
     nesterov: bool,
     weight_decay_mode: WeightDecayMode,
     dtype: DTypeLike = jnp.float32,
+    sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
 ) -> StepValues:
     """One Adam step on values already in registers; whether it counts is the caller's affair.
 
@@ -187,6 +189,7 @@ def adam_step(
       nesterov: use Dozat's look-ahead first moment, as ``optax.scale_by_adam(nesterov=True)``.
       weight_decay_mode: "decoupled" (AdamW) or "l2" (Adam with the decay in the gradient).
       dtype: of the arithmetic.
+      sqrt: the square root, for a backend that has none of its own.
 
     Every product is rounded before it is added (see :func:`opaque`), so that the result is the
     same bits in every program and on every backend with IEEE division and square root.
@@ -212,7 +215,7 @@ def adam_step(
         m_hat = ahead + product(product(g, c.inverse_correction1), c.one_minus_b1)
     else:
         m_hat = product(m, c.inverse_correction1)
-    u = m_hat / (jnp.sqrt(product(v, c.inverse_correction2) + c.eps_root) + c.eps)
+    u = m_hat / (sqrt(product(v, c.inverse_correction2) + c.eps_root) + c.eps)
     if weight_decay_mode == "decoupled":
         u = u + product(p, c.weight_decay)
     u = product(u, c.minus_learning_rate)
