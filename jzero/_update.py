@@ -132,8 +132,12 @@ class AdamW:
         def scalar(value: Any) -> Array:
             return jnp.asarray(value, jnp.float32)
 
+        # Always 1, but only at run time: the kernel's guard against contracting products into
+        # sums hangs on the learning rate, and with a constant one a compiler removes it.
+        one = 1 + jnp.minimum(step.astype(jnp.float32), 0)
+
         return adam.AdamScalars(
-            learning_rate=scalar(h["learning_rate"]),
+            learning_rate=scalar(h["learning_rate"]) * one,
             b1=scalar(h["b1"]),
             one_minus_b1=scalar(1 - h["b1"]),  # in double for a Python float, as optax does
             b2=scalar(h["b2"]),

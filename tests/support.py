@@ -68,7 +68,8 @@ def batch_axes(mesh: Mesh) -> P:
 def config_for(mesh: Mesh, **options: Any) -> jzero.ZeroConfig:
     """A config whose small cap makes several buckets of the model."""
     replica = "replica" if "replica" in mesh.axis_names else None
-    return jzero.ZeroConfig(**{"mesh": mesh, "replica_axis": replica, "bucket_mb": 2**-13, **options})
+    chosen = {"mesh": mesh, "replica_axis": replica, "bucket_mb": 2**-13, **options}
+    return jzero.ZeroConfig(**chosen)
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:
