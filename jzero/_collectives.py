@@ -28,7 +28,7 @@ from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import pack
 
-__all__ = ["all_gather", "mean", "own_shard", "psum", "reduce_scatter", "total", "vary"]
+__all__ = ["all_gather", "divide", "mean", "own_shard", "psum", "reduce_scatter", "total", "vary"]
 
 
 def typed(axis: str) -> bool:
@@ -119,6 +119,17 @@ def psum(x: Array, axes: Axes) -> Array:
 def mean(x: Array, axes: Axes) -> Array:
     """Mean over every device of the step (shard and replica axis)."""
     return total(x, axes) / jnp.asarray(axes.size, x.dtype)
+
+
+def divide(x: Array, n: Array | int) -> Array:
+    """``x / n``, correctly rounded: 6 / 3 is 2.
+
+    XLA makes of a division by one scalar a product with its reciprocal, which is off by a rounding
+    unless ``n`` is a power of two. A divisor that depends on the element, if only where ``x`` is
+    NaN, stays a division.
+    """
+    n = jnp.asarray(n, x.dtype)
+    return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), n)
 
 
 def total(x: Array, axes: Axes) -> Array:

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jzero._codec import Codec, codec_of
-from jzero._collectives import total, vary
+from jzero._collectives import divide, total, vary
 from jzero._config import ZeroConfig
 from jzero._layout import path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
@@ -242,7 +242,7 @@ def _finish(local: _Local, shards: GradShards, steps: int, work: _Work) -> Any:
         count = steps * (axes.size if work.config.average else 1)
         divisor = jnp.float32(count) if count > 1 else None
     if divisor is not None:
-        shards = jax.tree.map(lambda s: s / divisor.astype(s.dtype), shards)
+        shards = jax.tree.map(lambda s: divide(s, divisor), shards)
     aux = jax.tree.map(lambda x: _merged(x, axes, work.batch_dim), local.aux)
     return loss, aux, shards
 

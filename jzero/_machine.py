@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jzero._codec import codec_of
+from jzero._collectives import divide
 from jzero._config import ZeroConfig
 from jzero._layout import Layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
@@ -95,7 +96,7 @@ class Machine:
 
         def body(incoming: dict[str, Array] | GradShards) -> GradShards:
             shards = tuple(
-                s.astype(codec.state) / jnp.asarray(divisor, codec.state)
+                divide(s.astype(codec.state), divisor)
                 for s, codec in zip(reduced(incoming, run), run.codecs, strict=True)
             )
             return GradShards(shards, plan.layout, axes.shard)

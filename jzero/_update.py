@@ -15,6 +15,7 @@ import optax
 from jax import Array
 
 from jzero._codec import Codec
+from jzero._collectives import divide
 from jzero._elementwise import sharded_leaves
 from jzero._groups import Groups
 from jzero._layout import Layout
@@ -255,8 +256,7 @@ class OptaxRule:
 
 
 def _scaled(grad: Array, scaling: Scaling, codec: Codec) -> Array:
-    # A true division, not a product with 1/n: the mean of integer-valued gradients stays exact.
     grad = grad.astype(codec.state)
     if scaling.divisor > 1:
-        grad = grad / jnp.asarray(scaling.divisor, grad.dtype)
+        grad = divide(grad, scaling.divisor)
     return grad if scaling.factor is None else grad * scaling.factor.astype(grad.dtype)
