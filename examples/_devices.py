@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+from typing import Any
 
 import jax
 
+Device = Any  # what jax.Device is to type checkers
 
-def devices(count: int | None = None) -> list[jax.Device]:
+
+def devices(count: int | None = None) -> list[Device]:
     """The first ``count`` devices; without accelerators, simulated ones.
 
     None: all accelerators, or 8 CPU devices. A number of CPU devices that the user has set, by
@@ -24,7 +27,7 @@ def devices(count: int | None = None) -> list[jax.Device]:
     return found[:count]
 
 
-def bytes_on(device: jax.Device, tree: object) -> int:
+def bytes_on(device: Device, tree: object) -> int:
     """Bytes that the arrays of ``tree`` occupy on one device, as allocated."""
     return sum(
         shard.data.nbytes

@@ -70,7 +70,7 @@ def largest_difference(params: Params, expected: Params) -> float:
     """Over all leaves, the largest difference relative to the leaf's largest element."""
 
     def difference(a: Array, b: Array) -> float:
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+        x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
 
     return max(jax.tree.leaves(jax.tree.map(difference, params, expected)))

@@ -29,7 +29,7 @@ def build(mesh: Mesh, check_vma: bool) -> tuple[TrainStep, Params, jzero.ZeroSta
     tx = jzero.adamw(3e-3, eps=1e-6, weight_decay=0.01, zero=zero)
 
     params = jax.device_put(init_params(), NamedSharding(mesh, P()))
-    state = tx.init(params)  # global arrays, made outside of the shard_map
+    state: Any = tx.init(params)  # global arrays, made outside of the shard_map
     specs = jzero.partition_specs(state)  # P("data") for the shards, P() for the scalars
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
