@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ TPUS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 H200 = pathlib.Path(__file__).with_name("h200.txtpb")  # device numbers alone
 
 
-def compile_update(topology, n, policy="mixed", check_vma=True, **options):
+def compile_update(topology, n, policy="mixed", check_vma=True, **options) -> Any:
     """The update of a shard of n on every device of a topology, p, m, v donated."""
     policy = POLICIES[policy]
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(-1), ("data",))
@@ -43,7 +44,7 @@ def compile_update(topology, n, policy="mixed", check_vma=True, **options):
     return jax.jit(step, donate_argnums=(0, 1, 2)).lower(*shards, scalars).compile()
 
 
-def compile_stats(topology, n, **options):
+def compile_stats(topology, n, **options) -> Any:
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(-1), ("data",))
     g = jax.ShapeDtypeStruct(
         (n * mesh.size,), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))

@@ -1,6 +1,7 @@
 """The dispatcher: by the platform that is lowered for, inside shard_map, under vmap, by name."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.adam_oracle import Hyper, assert_same_bits
 
 from jzero_kernels import adam
-from jzero_kernels.adam import blocks
+from jzero_kernels.adam import blocks, tune
 from jzero_kernels.adam.shapes import POLICIES
 from kernels import adam_oracle as oracle
 
@@ -46,7 +47,7 @@ def test_shard_map(operands, make_mesh, types, check_vma):
     )
     put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in operands[:4]]
     lowered = sharded.lower(*put, operands[4])
-    text = lowered.compile().as_text()
+    text: Any = lowered.compile().as_text()
     got, norm = sharded(*put, operands[4])
     for value, to in zip(got, update(*operands), strict=True):
         assert_same_bits(value, to)
@@ -185,3 +186,18 @@ def test_block_rules(tmp_path, monkeypatch):
     monkeypatch.setenv(blocks.ENV, str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=f"environment variable {blocks.ENV}"):
         blocks.block_for("tpu", 2**24, names, None)
+
+
+def test_autotuner_stores_what_it_found(tmp_path, monkeypatch):
+    path = tmp_path / "cache" / "blocks.json"
+    seconds = {2**15: 3.0, 2**16: 1.0, 2**17: 2.0, 2**18: 5.0}
+    found = tune.tune("tpu", 2**24, path=path, measure=seconds.__getitem__)
+    assert found == seconds
+    tune.tune("tpu", 2**20, candidates=[4096], path=path, measure=lambda _: 1.0)
+    monkeypatch.setenv(blocks.ENV, str(path))
+    blocks._load.cache_clear()
+    dtypes = tuple(POLICIES["mixed"])
+    assert blocks.block_for("tpu", 2**24, dtypes, None) == 2**16
+    assert blocks.block_for("tpu", 2**20, dtypes, None) == 4096
+    with pytest.raises(ValueError, match="tune: `backend` is 'auto'; accepted: tpu, mosaic_gpu"):
+        tune.tune("auto", 2**20)

@@ -1,6 +1,7 @@
 """The reference against float64, against optax, against the ancestors' numbers."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -237,18 +238,18 @@ def test_no_bias_correction():
 
 
 def test_in_place_on_cpu():
-    """p, m, v aliased. XLA's CPU backend fuses one result at a time: two temporaries, 60 bytes."""
+    """p, m, v aliased, no temporary. XLA's CPU backend makes one fusion a result: 42 bytes."""
     n = 2**16
     policy = POLICIES["mixed"]
     shapes = [jax.ShapeDtypeStruct((n,), t) for t in policy[:4]]
     step = jax.jit(
         functools.partial(adam.adam_update, out_dtype=policy.out), donate_argnums=(0, 1, 2)
     )
-    compiled = step.lower(*shapes, Hyper().scalars()).compile()
+    compiled: Any = step.lower(*shapes, Hyper().scalars()).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 3 * 4 * n
-    assert memory.temp_size_in_bytes <= 2 * 4 * n + 1024
-    assert compiled.cost_analysis()["bytes accessed"] <= 60 * n * 1.05
+    assert memory.temp_size_in_bytes < 4096
+    assert compiled.cost_analysis()["bytes accessed"] <= 42 * n * 1.05
 
 
 def test_new_scalars_compile_nothing():

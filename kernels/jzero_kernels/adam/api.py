@@ -147,7 +147,7 @@ def grad_stats(g: jax.Array, *, backend: Backend = "auto") -> jax.Array:
     or of 2e19 have a norm:
 
     ====  =========================================================================
-    0     sum of ``(g * 2^64)^2`` over ``|g| < 2^-50``
+    0     sum of ``(g * 2^63)^2`` over ``|g| < 2^-50``
     1     sum of ``g^2`` over ``2^-50 <= |g| <= 2^40`` (and NaN)
     2     sum of ``(g * 2^-64)^2`` over ``|g| > 2^40`` (and infinities)
     3     number of elements that are inf or NaN

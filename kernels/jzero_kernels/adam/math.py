@@ -177,8 +177,9 @@ def adam_step(
     weight_decay_mode: WeightDecayMode,
     dtype: DTypeLike = jnp.float32,
     sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
+    finite: jax.Array | None = None,
 ) -> StepValues:
-    """One Adam step on values already in registers; whether it counts is the caller's affair.
+    """One Adam step on values already in registers.
 
     Args:
       p: master parameter, any float dtype, any shape (as all four).
@@ -190,6 +191,9 @@ def adam_step(
       weight_decay_mode: "decoupled" (AdamW) or "l2" (Adam with the decay in the gradient).
       dtype: of the arithmetic.
       sqrt: the square root, for a backend that has none of its own.
+      finite: a 0-d bool; when False the moments are held back here, before the update reads them
+        (XLA's CPU backend then reuses the stored moments and needs no copy of the old ones). What
+        becomes of the rest, and of moments kept in a narrower dtype, is the caller's affair.
 
     Every product is rounded before it is added (see :func:`opaque`), so that the result is the
     same bits in every program and on every backend with IEEE division and square root.
@@ -208,8 +212,11 @@ def adam_step(
     g = product(g, c.multiplier)
     if weight_decay_mode == "l2":
         g = g + product(p, c.weight_decay)
+    old_m, old_v = m, v
     m = product(g, c.one_minus_b1) + product(m, c.b1)
     v = product(g * g, c.one_minus_b2) + product(v, c.b2)
+    if finite is not None:
+        m, v = jnp.where(finite, m, old_m), jnp.where(finite, v, old_v)
     if nesterov:
         ahead = product(product(m, c.inverse_correction1_next), c.b1)
         m_hat = ahead + product(product(g, c.inverse_correction1), c.one_minus_b1)

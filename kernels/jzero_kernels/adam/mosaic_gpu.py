@@ -6,7 +6,6 @@ and stores them in place. Nothing is used twice, so shared memory and TMA would 
 p, m and v are mutable references (``jax.new_ref``), which XLA keeps in their own buffers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,11 +55,12 @@ def _plgpu() -> Any:
     return plgpu
 
 
-def _sqrt() -> Callable[[jax.Array], jax.Array]:
+_BEFORE_0_12 = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
+
+
+def _sqrt(x: jax.Array) -> jax.Array:
     """The square root: IEEE where Mosaic GPU has one (jax 0.12), else within 2 ulp."""
-    if tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12):
-        return jnp.sqrt
-    return lambda x: jnp.where(x > 0, x * lax.rsqrt(x), x)
+    return jnp.where(x > 0, x * lax.rsqrt(x), x) if _BEFORE_0_12 else jnp.sqrt(x)
 
 
 def adam_update(
@@ -86,7 +86,6 @@ def adam_update(
     while n % block:  # no partial block: ALIGNMENT divides both
         block -= ALIGNMENT
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=8)
-    sqrt = _sqrt()
     packed = jnp.stack([*coefficients(scalars), scalars.finite.astype(jnp.float32)])
 
     def body(scalars_ref: Any, p_ref: Any, m_ref: Any, v_ref: Any, g_ref: Any, out: Any) -> None:
@@ -95,12 +94,26 @@ def adam_update(
         finite = finite_value != 0
         at = pl.ds(lax.axis_index("block") * block, block)
         refs = (p_ref, m_ref, v_ref)
-        old = [plgpu.load(ref, at, layout=layout) for ref in refs]
-        g = plgpu.load(g_ref, at, layout=layout)
+
+        def load(ref: Any) -> jax.Array:
+            index = (at,) if _BEFORE_0_12 else ()
+            return plgpu.load(ref if index else ref.at[at], *index, layout=layout)
+
+        old_p, old_m, old_v = map(load, refs)
         new = adam_step(
-            *old, g, c, nesterov=nesterov, weight_decay_mode=weight_decay_mode, sqrt=sqrt
+            old_p,
+            old_m,
+            old_v,
+            load(g_ref),
+            c,
+            nesterov=nesterov,
+            weight_decay_mode=weight_decay_mode,
+            sqrt=_sqrt,
         )
-        state = [jnp.where(finite, x.astype(o.dtype), o) for x, o in zip(new, old, strict=False)]
+        state = [
+            jnp.where(finite, x.astype(o.dtype), o)
+            for x, o in zip(new, (old_p, old_m, old_v), strict=False)
+        ]
         for ref, x in zip(refs, state, strict=True):
             ref[at] = x
         result = jnp.where(finite, new.u, jnp.zeros_like(new.u)) if emit == "update" else state[0]
@@ -110,7 +123,7 @@ def adam_update(
 
     # pl.kernel and not plgpu.kernel: the latter drops the axes that a result varies over, and its
     # batching rule does not take references.
-    kernel = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(
             (n,), out_dtype, manual_axis_type=jax.typeof(p).manual_axis_type
@@ -121,5 +134,5 @@ def adam_update(
         name="jzero_adam",
     )
     refs = [jax.new_ref(x) for x in (p, m, v)]
-    out = kernel(packed, *refs, g)
-    return AdamResult(*(jax.freeze(ref) for ref in refs), out)
+    out = kernel(packed, refs[0], refs[1], refs[2], g)
+    return AdamResult(jax.freeze(refs[0]), jax.freeze(refs[1]), jax.freeze(refs[2]), out)

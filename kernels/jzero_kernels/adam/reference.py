@@ -34,6 +34,7 @@ def adam_update(
     emit: Emit,
 ) -> AdamResult:
     """One step on arrays of any one shape; arguments as :func:`jzero_kernels.adam.adam_update`."""
+    finite = scalars.finite
     dtype = compute_dtype(m.dtype, v.dtype)
     new = adam_step(
         p,
@@ -44,13 +45,13 @@ def adam_update(
         nesterov=nesterov,
         weight_decay_mode=weight_decay_mode,
         dtype=dtype,
+        finite=finite,
     )
-    finite = scalars.finite
     # Select after rounding, in the stored dtype: a skipped step hands back the very bits it got,
     # and a NaN in the branch not taken goes nowhere.
     p_new = jnp.where(finite, new.p.astype(p.dtype), p)
-    m_new = jnp.where(finite, new.m.astype(m.dtype), m)
-    v_new = jnp.where(finite, new.v.astype(v.dtype), v)
+    m_new = new.m if m.dtype == dtype else jnp.where(finite, new.m.astype(m.dtype), m)
+    v_new = new.v if v.dtype == dtype else jnp.where(finite, new.v.astype(v.dtype), v)
     if emit == "update":
         out = jnp.where(finite, new.u, jnp.zeros_like(new.u)).astype(out_dtype)
     elif p.dtype.itemsize < jnp.dtype(out_dtype).itemsize:

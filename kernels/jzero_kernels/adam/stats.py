@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# |g| below SMALL is scaled up by SCALE before it is squared, |g| above BIG is scaled down by it.
+# |g| below SMALL is multiplied by UP before it is squared, |g| above BIG by DOWN.
 # SMALL: squares of the middle range stay above 2^-100, far from underflow (2^-126).
 # BIG: 2^48 squares of the middle range still fit (2^80 * 2^48 = 2^128); scaled squares start at
 # 2^-48. The sum over the large ones overflows exactly when the norm itself is over 2^128.
+# UP: the square of a constant must be finite too. Where XLA knows the gradient (the zeros of an
+# unused parameter), it makes (g * UP) * (g * UP) into (g * g) * (UP * UP), and 0 * inf is NaN.
 SMALL = 2.0**-50
 BIG = 2.0**40
-SCALE = 2.0**64
+UP = 2.0**63
+DOWN = 2.0**-64
 
 # Terms that one plain float32 sum may add: rounding grows with the length of a sum, and a running
 # sum of equal terms stops growing at 2^24 terms.
@@ -34,7 +37,7 @@ def stat_terms(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array
     size = jnp.abs(x)
     small, big = size < SMALL, size > BIG
     zero, one = jnp.zeros_like(x), jnp.ones_like(x)
-    scaled = x * jnp.where(small, one * SCALE, jnp.where(big, one * (1.0 / SCALE), one))
+    scaled = x * jnp.where(small, one * UP, jnp.where(big, one * DOWN, one))
     square = scaled * scaled
     return (
         jnp.where(small, square, zero),
@@ -102,10 +105,15 @@ def norm_from_stats(stats: jax.Array) -> jax.Array:
             f"norm_from_stats: `stats` is {stats.dtype}{list(stats.shape)}; expected float32[4]. "
             "Pass the array that grad_stats returned, summed over devices with lax.psum."
         )
-    # Each class's own norm is in range; combine them like hypot, relative to the largest. (Scaling
-    # the sums instead would need the factor 2^-128, a subnormal that TPUs flush to zero.)
-    norms = lax.sqrt(stats[:3]) * jnp.array([1.0 / SCALE, 1.0, SCALE], jnp.float32)
-    largest = norms.max()
-    ratios = norms / jnp.where(largest > 0, largest, jnp.ones_like(largest))
-    combined = largest * lax.sqrt(jnp.square(ratios).sum())
-    return jnp.where(largest < jnp.inf, combined, largest)
+    # Each class's own norm is in range; combine them like hypot, relative to the larger. (Scaling
+    # the sums instead would need the factor 2^-128, a subnormal that TPUs flush to zero.) The
+    # result is scaled up last: see UP for why no constant may be squared that has no square.
+    small, middle, large = lax.sqrt(stats)[:3]
+    low = _hypot(middle, small * (1.0 / UP))
+    return jnp.where(large == 0, low, _hypot(large, low * DOWN) * (1.0 / DOWN))
+
+
+def _hypot(larger: jax.Array, other: jax.Array) -> jax.Array:
+    """The norm of two numbers >= 0, of which the first is 0 or not much smaller."""
+    safe = jnp.where(larger == 0, jnp.ones_like(larger), larger)
+    return jnp.where(larger == 0, other, larger * lax.sqrt(1 + jnp.square(other / safe)))

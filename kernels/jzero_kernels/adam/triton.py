@@ -90,7 +90,7 @@ def adam_update(
     """One step on a shard of n >= 1 elements; arguments as the public ``adam_update``."""
     (n,) = p.shape
     out_dtype = jnp.dtype(out_dtype)
-    dtypes = tuple(x.dtype.name for x in (p, m, v, g)) + (out_dtype.name,)
+    dtypes = (*(x.dtype.name for x in (p, m, v, g)), out_dtype.name)
     block = block_for("triton", n, dtypes, block)
     manual = jax.typeof(p).manual_axis_type
     packed = jnp.stack([*coefficients(scalars), scalars.finite.astype(jnp.float32)])
