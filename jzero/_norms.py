@@ -102,8 +102,11 @@ def _norm(shards: list[Array], whole: list[Array], axes: Axes | None, ord: float
     peaks = [_peak(x) for x in whole]
     if shards:
         assert axes is not None
-        parts = jnp.stack([_peak(x) for x in shards]).max()
-        peaks.append(lax.pmax(vary(parts, axes, (axes.shard,)), axes.shard))
+        part = jnp.stack([_peak(x) for x in shards]).max()
+        # The maximum over devices may lose a NaN (XLA's does on CPU), so it is sent as a flag.
+        flagged = jnp.stack([part, jnp.isnan(part).astype(part.dtype)])
+        part, nan = lax.pmax(vary(flagged, axes, (axes.shard,)), axes.shard)
+        peaks.append(jnp.where(nan > 0, jnp.full_like(part, jnp.nan), part))
     return jnp.stack(peaks).max() if peaks else jnp.float32(0)
 
 

@@ -20,6 +20,7 @@ from jzero._elementwise import sharded_leaves
 from jzero._groups import Groups
 from jzero._layout import Layout
 from jzero_kernels import adam
+from jzero_kernels.adam.math import opaque, runtime_zero
 
 __all__ = ["AdamW", "Emit", "Moments", "OptaxRule", "Rule", "Scaling", "Updated"]
 
@@ -250,6 +251,8 @@ class OptaxRule:
             )
             for i, p, u in zip(members, shards, cast("tuple[Array, ...]", updates), strict=True):
                 u = jnp.where(scaling.finite, u, jnp.zeros_like(u)).astype(codecs[i].state)
+                # Rounded before it is added, so that sending u or p + u gives the same parameters.
+                u = opaque(u, runtime_zero(u))
                 new_params[i] = jnp.where(scaling.finite, p + u.astype(p.dtype), p)
                 out[i] = u if emit[i] == "update" else new_params[i].astype(codecs[i].sync)
         return Updated(tuple(new_params), tuple(out), new_inner)
