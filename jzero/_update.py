@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 from jzero._codec import Codec
 from jzero._collectives import divide
@@ -129,7 +129,8 @@ class AdamW:
         count = step + 1
 
         def correction(decay: Any, count: Array) -> Any:
-            return 1 - decay**count if self.bias_correction else 1.0
+            # Not `decay**count`: outside of jit that compiles a power for every count.
+            return 1 - lax.pow(jnp.asarray(decay), count) if self.bias_correction else 1.0
 
         def scalar(value: Any) -> Array:
             return jnp.asarray(value, jnp.float32)

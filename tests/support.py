@@ -65,10 +65,10 @@ def batch_axes(mesh: Mesh) -> P:
     return P(tuple(mesh.axis_names))
 
 
-def config_for(mesh: Mesh, **options: Any) -> jzero.ZeroConfig:
+def config_for(on: Mesh, **options: Any) -> jzero.ZeroConfig:
     """A config whose small cap makes several buckets of the model."""
-    replica = "replica" if "replica" in mesh.axis_names else None
-    chosen = {"mesh": mesh, "replica_axis": replica, "bucket_mb": 2**-13, **options}
+    replica = "replica" if "replica" in on.axis_names else None
+    chosen = {"mesh": on, "replica_axis": replica, "bucket_mb": 2**-13, **options}
     return jzero.ZeroConfig(**chosen)
 
 
@@ -91,12 +91,13 @@ def plain_jit(tx: Any, mesh: Mesh, loss: Any = loss_fn) -> Callable[..., Any]:
     return step
 
 
-def in_shard_map(check_vma: bool) -> Callable[..., Any]:
+def in_shard_map(check_vma: bool, vary: bool = False) -> Callable[..., Any]:
     """Way 2: the user's own shard_map over all axes of the mesh."""
 
     def way(tx: Any, mesh: Mesh, loss: Any = loss_fn) -> Callable[..., Any]:
         def local(params: Any, state: Any, data: Any) -> Any:
-            return tx.step(jax.grad(loss)(params, data), state, params)
+            seen = jax.lax.pcast(params, mesh.axis_names, to="varying") if vary else params
+            return tx.step(jax.grad(loss)(seen, data), state, params)
 
         def step(params: Any, state: Any, data: Any) -> Any:
             specs = jzero.partition_specs(state)
@@ -112,6 +113,11 @@ def in_shard_map(check_vma: bool) -> Callable[..., Any]:
         return step
 
     return way
+
+
+def varying(tx: Any, mesh: Mesh, loss: Any = loss_fn) -> Callable[..., Any]:
+    """Way 2 with types on and the gradient kept local: the reduction is left to jzero."""
+    return in_shard_map(True, vary=True)(tx, mesh, loss)
 
 
 def drop_in(tx: Any, mesh: Mesh, loss: Any = loss_fn) -> Callable[..., Any]:
