@@ -31,7 +31,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(2, 32, 2, 32, 16, 100, 4e-3, 0.05),
-    "small": Size(3, 128, 4, 64, 32, 250, 2e-3, 1.0),
+    "small": Size(3, 128, 4, 32, 64, 200, 2e-3, 1.0),
     "medium": Size(6, 384, 6, 256, 64, 2000, 1e-3, 8.0),
     "large": Size(12, 768, 12, 1024, 64, 5000, 6e-4, 50.0),
 }
@@ -122,4 +122,6 @@ def generate(graph: Any, params: Any, prompt: str, count: int, length: int, seed
     """``count`` bytes of text that continue the prompt, on the device of ``params``."""
     start = np.frombuffer(prompt.encode()[-length:], np.uint8).astype(np.int32)
     made = _generate(graph, params, start, count, length, jax.random.key(seed))
-    return prompt + bytes(np.asarray(made, np.uint8)).decode(errors="replace")
+    text = prompt + bytes(np.asarray(made, np.uint8)).decode(errors="replace")
+    # An untrained model also makes control characters, which a terminal would obey.
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

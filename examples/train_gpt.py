@@ -1,7 +1,7 @@
 """Train a byte-level GPT on several devices with jzero, and on one with optax, and compare.
 
     make demo
-    python examples/train_gpt.py --size small --steps 250 --devices 8
+    python examples/train_gpt.py --size small --steps 200 --devices 8
     python examples/train_gpt.py --data ~/notes --precision bfloat16
 
 Without accelerators the devices are simulated on the CPU. Writes loss.png, sample.txt and
@@ -199,8 +199,10 @@ def run(options: argparse.Namespace) -> Result:
         master = start(alone, jnp.float32)
         rounded = jax.jit(lambda p, windows: loss_of(cast(p, dtype), windows))
         evaluate = functools.partial(rounded, windows=jax.device_put(held_out, alone))
+        # Compiled, and placed: else its scalars have no device, and later steps compile anew.
+        start_state = jax.jit(tx.init, out_shardings=alone)(master)
         _, _, theirs = train(
-            "optax, 1 device", step, evaluate, master, tx.init(master), batches, alone, progress
+            "optax, 1 device", step, evaluate, master, start_state, batches, alone, progress
         )
         if dtype != jnp.float32:  # the master copy is optimizer state; the model has its own
             theirs.state_bytes += theirs.param_bytes
