@@ -51,8 +51,10 @@ def test_any_length(name, n):
 
 @pytest.mark.parametrize("n", [1000, 5 * 1024])
 @pytest.mark.parametrize("policy", ["float32", "bfloat16", "bf16_moments", "no_master"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["tpu", "triton"])
 def test_any_dtype(name, policy, n):
+    if name == "triton" and n > 1000:
+        pytest.skip("Triton's kernel has one form for every length")
     check(KERNELS[name], POLICIES[policy], n, Hyper(multiplier=0.3))
 
 

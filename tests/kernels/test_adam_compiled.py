@@ -124,6 +124,25 @@ def test_tpu_dtypes(tpu_topology, policy):
     assert tpu_kernels(compiled) == 1
 
 
+def test_tpu_vmap(tpu_topology):
+    """Batched scalars too; one by name is refused."""
+    device = jax.sharding.SingleDeviceSharding(tpu_topology("v5e:2x2").devices[0])
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=device)
+    policy = POLICIES["mixed"]
+    shards = [struct((3, 8192), t) for t in policy[:4]]
+    update = functools.partial(adam.adam_update, out_dtype=policy.out)
+    scalars = [
+        (None, jax.tree.map(lambda x: struct((), x.dtype), Hyper().scalars())),
+        (0, jax.tree.map(lambda x: struct((3,), x.dtype), Hyper().scalars())),
+    ]
+    for axis, operand in scalars:
+        batched = jax.vmap(update, in_axes=(0, 0, 0, 0, axis))
+        assert tpu_kernels(jax.jit(batched).lower(*shards, operand).compile()) == 0
+    named = jax.vmap(functools.partial(update, backend="tpu"), in_axes=(0, 0, 0, 0, None))
+    with pytest.raises(ValueError, match="adam_update: `backend` is 'tpu' under vmap; accepted"):
+        jax.jit(named).lower(*shards, scalars[0][1])
+
+
 def test_tpu_takes_no_float16(tpu_topology):
     compiled = compile_update(tpu_topology("v5e:2x2"), 2**16, "float16")
     assert tpu_kernels(compiled) == 0

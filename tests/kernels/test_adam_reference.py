@@ -26,8 +26,10 @@ def update(p, m, v, g, hyper=None, **options):
     return adam.adam_update(p, m, v, g, hyper.scalars(), **options)
 
 
-@pytest.mark.parametrize(("nesterov", "mode"), MODES)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "nesterov", "mode"),
+    [(name, *mode) for name in POLICIES for mode in (MODES if name == "float32" else MODES[::3])],
+)
 def test_error_against_float64(name, nesterov, mode):
     policy = POLICIES[name]
     p, m, v, g = oracle.shard(policy, N)

@@ -42,9 +42,11 @@ def adam_update(
     ``nesterov`` the first moment in u is ``b1 m' / bias_correction1_next + (1 - b1) g' /
     bias_correction1``, as ``optax.scale_by_adam(nesterov=True)``.
 
-    Works under ``jit``, ``vmap`` and inside ``shard_map`` with ``check_vma`` on or off (results
-    vary over the union of the axes that the operands vary over), adds no collective, and is in
-    place when the enclosing ``jit`` donates p, m and v. Only the reference is differentiable.
+    Works under ``jit``, under ``vmap`` (as plain XLA; a kernel by name is refused) and inside
+    ``shard_map`` with ``check_vma`` on or off: results vary over the union of the axes that the
+    operands vary over. On several TPUs call it inside ``shard_map``: XLA does not partition a
+    kernel. It adds no collective, and is in place when the enclosing ``jit`` donates p, m and v.
+    Only the reference is differentiable.
 
     Args:
       p: float[n], the master parameter: float32 as a rule; float64, bfloat16, float16 too.

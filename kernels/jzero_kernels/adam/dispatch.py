@@ -5,11 +5,11 @@ on a CPU host, so ``jax.default_backend()`` says nothing. ``lax.platform_depende
 branch and lowers one; :func:`refuse_platform` is the branch that raises when it is that one.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.custom_batching
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -51,6 +51,40 @@ mlir.register_lowering(_refuse_p, _refuse_lowering)
 batching.primitive_batchers[_refuse_p] = _refuse_batching
 
 
+_no_vmap_p = Primitive("jzero_no_vmap")
+_no_vmap_p.def_abstract_eval(lambda x, *, message: x)
+
+
+def _no_vmap_lowering(_ctx: Any, x: Any, *, message: str) -> Any:
+    return [x]
+
+
+def _no_vmap_batching(_args: Any, _dims: Any, *, message: str) -> Any:
+    raise ValueError(message)
+
+
+mlir.register_lowering(_no_vmap_p, _no_vmap_lowering)
+batching.primitive_batchers[_no_vmap_p] = _no_vmap_batching
+
+
+def _or_reference_under_vmap(
+    kernel: Callable[..., _Tree], reference: Callable[..., _Tree]
+) -> Callable[..., _Tree]:
+    """The kernel; under ``vmap`` the reference, which XLA fuses into one pass like any other.
+
+    Pallas has no form to lower for batched scalars or batched one-dimensional blocks.
+    """
+    call: Any = jax.custom_batching.custom_vmap(kernel)
+
+    def rule(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    call.def_vmap(rule)
+    return call
+
+
 def by_platform(
     function: str, backend: str, kernel: Callable[..., _Tree], fallback: Callable[..., _Tree]
 ) -> Callable[..., _Tree]:
@@ -74,9 +108,17 @@ def by_platform(
         first, *rest = args
         return fallback(_refuse_p.bind(first, message=message), *rest)
 
-    @functools.wraps(kernel)
+    no_vmap = (
+        f"{function}: `backend` is {backend!r} under vmap; accepted there: 'auto', 'reference'. "
+        "Pass one of these, or give the kernel one flat array."
+    )
+
+    def run(*args: Any) -> _Tree:
+        # Any operand may be the batched one.
+        return kernel(*jax.tree.map(lambda x: _no_vmap_p.bind(x, message=no_vmap), args))
+
     def call(*args: Any) -> _Tree:
-        return lax.platform_dependent(*args, default=refuse, **dict.fromkeys(accepted, kernel))
+        return lax.platform_dependent(*args, default=refuse, **dict.fromkeys(accepted, run))
 
     return call
 
@@ -88,7 +130,11 @@ def auto(kernels: dict[str, Callable[..., _Tree]], reference: Callable[..., _Tre
       kernels: backend name to function, for those usable with the operands at hand.
       reference: the plain-XLA function.
     """
-    branches = {platform: kernels[name] for platform, name in AUTO.items() if name in kernels}
+    branches = {
+        platform: _or_reference_under_vmap(kernels[name], reference)
+        for platform, name in AUTO.items()
+        if name in kernels
+    }
     if not branches:
         return reference
     return lambda *args: lax.platform_dependent(*args, default=reference, **branches)
