@@ -16,7 +16,6 @@ __all__ = ["DynamicLossScale"]
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, init=False)
 class DynamicLossScale:
     """Multiply the loss by as much as the gradient's dtype can take.
@@ -40,11 +39,11 @@ class DynamicLossScale:
     value: Array
     finite_steps: Array
     tolerance: Array
-    growth_factor: float = dataclasses.field(metadata={"static": True})
-    backoff_factor: float = dataclasses.field(metadata={"static": True})
-    growth_interval: int = dataclasses.field(metadata={"static": True})
-    minimum: float = dataclasses.field(metadata={"static": True})
-    hysteresis: int = dataclasses.field(metadata={"static": True})
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    minimum: float
+    hysteresis: int
 
     def __init__(
         self,
@@ -172,3 +171,22 @@ class DynamicLossScale:
             fin_steps=cast("Any", self.finite_steps),
             scale=cast("Any", self.value),
         )
+
+
+_DYNAMIC = ("value", "finite_steps", "tolerance")
+_STATIC = ("growth_factor", "backoff_factor", "growth_interval", "minimum", "hysteresis")
+
+
+def _flatten_with_keys(scale: DynamicLossScale) -> Any:
+    children = [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in _DYNAMIC]
+    return children, tuple(getattr(scale, name) for name in _STATIC)
+
+
+def _unflatten(static: Any, children: Any) -> DynamicLossScale:
+    # Not by the constructor, whose arguments are checked and are not the fields.
+    new = object.__new__(DynamicLossScale)
+    new._set(**dict(zip((*_DYNAMIC, *_STATIC), (*children, *static), strict=True)))
+    return new
+
+
+jax.tree_util.register_pytree_with_keys(DynamicLossScale, _flatten_with_keys, _unflatten)
