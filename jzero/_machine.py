@@ -215,7 +215,8 @@ class Machine:
 def _difference(new: Array, old: Array) -> Array:
     """The float32 change from one low-precision parameter to the next; adding it gives back
     ``new`` exactly (unless it is over 2**15 times smaller than ``old``)."""
-    return new.astype(jnp.float32) - old.astype(jnp.float32)
+    change = new.astype(jnp.float32) - old.astype(jnp.float32)
+    return jnp.where(new == old, jnp.full_like(change, -0.0), change)  # -0.0 + 0.0 is not -0.0
 
 
 def _no_change(path: str, leaf: Any) -> Any:
@@ -227,7 +228,7 @@ def _no_change(path: str, leaf: Any) -> Any:
             f"params[{path!r}] is a PRNG key, to which optax.apply_updates cannot add; use "
             "tx.step, which leaves it as it is, or keep keys out of params"
         )
-    return jnp.zeros_like(leaf)
+    return jnp.full_like(leaf, -0.0 if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0)
 
 
 def _trainable(plan: Plan, params: Any) -> dict[str, Array]:

@@ -120,7 +120,7 @@ def plan_tree(
         train = group is not None and _is_trainable(name, leaf)
         trains.append(train)
         if train:
-            dtype = jnp.dtype(leaf.dtype)
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # numpy's float64 is float32 to JAX
             leaves.append(Leaf(path, tuple(leaf.shape), dtype.name, dtype.itemsize, group or ""))
     layout = plan_layout(leaves, shards=shards, cap_bytes=cap_bytes)
     return Plan(layout, jax.tree.structure(params, is_leaf=_is_none), tuple(paths), tuple(trains))

@@ -251,7 +251,7 @@ class OptaxRule:
                 lambda new, old: jnp.where(scaling.finite, new, old), state, inner[group]
             )
             for i, p, u in zip(members, shards, cast("tuple[Array, ...]", updates), strict=True):
-                u = jnp.where(scaling.finite, u, jnp.zeros_like(u)).astype(codecs[i].state)
+                u = jnp.where(scaling.finite, u, jnp.full_like(u, -0.0)).astype(codecs[i].state)
                 # Rounded before it is added, so that sending u or p + u gives the same parameters.
                 u = opaque(u, runtime_zero(u))
                 new_params[i] = jnp.where(scaling.finite, p + u.astype(p.dtype), p)

@@ -114,7 +114,7 @@ def test_skipped_step_changes_no_bit(name, emit):
         )
         for value, before in zip(got, (p, m, v), strict=False):
             assert_same_bits(value, before)
-        expected = jnp.zeros(p.shape, policy.out) if emit == "update" else p.astype(policy.out)
+        expected = jnp.full(p.shape, -0.0, policy.out) if emit == "update" else p.astype(policy.out)
         assert_same_bits(got.out, expected)
 
 

@@ -66,7 +66,8 @@ def adam_update(
 
     Returns:
       :class:`AdamResult`. With ``scalars.finite`` False: p, m, v bit-identical to the arguments,
-      and ``out`` the cast of the unchanged p (or a zero update), whatever g holds.
+      and ``out`` the cast of the unchanged p (or an update of -0.0, which changes no bit of any p),
+      whatever g holds.
 
     Raises:
       ValueError: naming the argument, what it got, what is accepted and the fix.

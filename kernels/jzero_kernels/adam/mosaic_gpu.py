@@ -116,7 +116,9 @@ def adam_update(
         ]
         for ref, x in zip(refs, state, strict=True):
             ref[at] = x
-        result = jnp.where(finite, new.u, jnp.zeros_like(new.u)) if emit == "update" else state[0]
+        result = (
+            jnp.where(finite, new.u, jnp.full_like(new.u, -0.0)) if emit == "update" else state[0]
+        )
         if emit == "param" and result.dtype.itemsize < out_dtype.itemsize:
             result = opaque(result, runtime_zero(c.minus_learning_rate))
         out[at] = result.astype(out_dtype)

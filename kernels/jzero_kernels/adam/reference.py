@@ -53,7 +53,7 @@ def adam_update(
     m_new = new.m if m.dtype == dtype else jnp.where(finite, new.m.astype(m.dtype), m)
     v_new = new.v if v.dtype == dtype else jnp.where(finite, new.v.astype(v.dtype), v)
     if emit == "update":
-        out = jnp.where(finite, new.u, jnp.zeros_like(new.u)).astype(out_dtype)
+        out = jnp.where(finite, new.u, jnp.full_like(new.u, -0.0)).astype(out_dtype)
     elif p.dtype.itemsize < jnp.dtype(out_dtype).itemsize:
         # Widening the rounded parameter: XLA would drop the round trip and emit excess precision.
         out = opaque(p_new, runtime_zero(scalars.learning_rate)).astype(out_dtype)

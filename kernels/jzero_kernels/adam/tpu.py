@@ -127,7 +127,8 @@ def _adam_kernel(
             p_out[at] = p
             m_out[at] = m_ref[at]
             v_out[at] = v_ref[at]
-            out[at] = jnp.zeros(p.shape, out.dtype) if emit == "update" else p.astype(out.dtype)
+            kept = jnp.full(p.shape, -0.0, out.dtype) if emit == "update" else p.astype(out.dtype)
+            out[at] = kept
 
 
 def adam_update(

@@ -64,7 +64,7 @@ def _kernel(
         jnp.where(finite, x.astype(old.dtype), old) for x, old in zip(new, (p, m, v), strict=False)
     ]
     if emit == "update":
-        out = jnp.where(finite, new.u, jnp.zeros_like(new.u))
+        out = jnp.where(finite, new.u, jnp.full_like(new.u, -0.0))
     else:
         out = state[0]
         if out.dtype.itemsize < outputs[3].dtype.itemsize:
