@@ -181,6 +181,7 @@ def write_plot(path: Path, ours: Curve, theirs: Curve | None) -> None:
     """Both loss curves, and below them how far they are apart."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, axes = plt.subplots(
         2 if theirs else 1,
@@ -219,8 +220,13 @@ def write_plot(path: Path, ours: Curve, theirs: Curve | None) -> None:
         apart = np.abs(np.subtract(ours.losses, theirs.losses))
         bottom = axes[1, 0]
         # No line through steps that are equal to the last bit: a logarithm has no place for zero.
-        bottom.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="#555555", ms=4)
+        drawn = np.isfinite(apart) & (apart > 0)
+        bottom.plot(steps[drawn], apart[drawn], ".", color="#555555", ms=4)
         bottom.set_yscale("log")
+        if drawn.any():  # whole decades
+            low, high = np.floor(np.log10([apart[drawn].min(), apart[drawn].max()]))
+            bottom.set_ylim(10**low, 10 ** (high + 1))
+        bottom.yaxis.set_minor_formatter(ticker.NullFormatter())
         bottom.set_ylabel("|difference|\n(where not 0)")
     for panel in axes[:, 0]:
         panel.grid(alpha=0.25)
