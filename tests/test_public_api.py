@@ -17,7 +17,10 @@ PUBLIC: dict[str, str | None] = {
     "ZeroState": "step grad_norm skipped finite master inner layout axis sharded",
     "ZeroTransformation": "machine",
     "accumulate": "loss_fn steps sync has_aux weighted zero",
-    "adamw": "learning_rate b1 b2 eps eps_root weight_decay mask nesterov bias_correction weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero",
+    "adamw": (
+        "learning_rate b1 b2 eps eps_root weight_decay mask nesterov bias_correction "
+        "weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero"
+    ),
     "global_norm": "tree paths ord zero",
     "partition_specs": "tree",
     "value_and_grad": "loss_fn argnums has_aux weighted zero",
