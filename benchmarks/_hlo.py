@@ -4,9 +4,9 @@ A collective in a loop counts as often as the loop turns where the text says so 
 once where it does not (TPU).
 """
 
+import dataclasses
 import math
 import re
-from typing import NamedTuple
 
 KINDS = ("reduce-scatter", "all-gather", "all-reduce", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8, "u64": 8}
@@ -17,7 +17,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 
 
-class Collectives(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collectives:
     """Of one kind and dtype: how many a step, and the bytes of their largest arrays (what a
     reduce-scatter takes, what an all-gather or all-reduce gives)."""
 

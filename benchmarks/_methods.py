@@ -20,7 +20,13 @@ from jax.sharding import PartitionSpec as P
 import jzero
 
 AXIS = "data"
-ADAMW = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "b1": 0.9,
+    "b2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
 
 
 @dataclasses.dataclass(frozen=True)

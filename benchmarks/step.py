@@ -13,6 +13,7 @@ body of a loop counts once, however often it turns. Writes JSON.
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -176,7 +177,9 @@ def describe(compiled: Any, mesh: Mesh) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "bytes_accessed": cost.get("bytes accessed"),  # a loop's body counts once
         "flops": cost.get("flops"),
-        "collectives": [c._asdict() for c in _hlo.collectives(compiled.as_text(), mesh.size)],
+        "collectives": [
+            dataclasses.asdict(c) for c in _hlo.collectives(compiled.as_text(), mesh.size)
+        ],
     }
 
 
@@ -233,7 +236,7 @@ def run(
     return numbers
 
 
-def bytes_on(device: jax.Device, tree: Any) -> int:
+def bytes_on(device: Any, tree: Any) -> int:
     """Bytes that the arrays of ``tree`` occupy on one device."""
     return sum(
         shard.data.nbytes
