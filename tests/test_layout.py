@@ -188,8 +188,9 @@ def test_a_bucket_may_be_filled_to_the_last_byte():
     assert len(plan_layout(leaves, shards=2, cap_bytes=511).buckets) == 4
 
 
-def test_a_huge_leaf_leaves_the_open_bucket_open():
-    leaves = [f32("c", 1), f32("b", 10**6), f32("a", 1)]
+@pytest.mark.parametrize("size", [250, 10**6])  # exactly the cap, and far over it
+def test_a_huge_leaf_leaves_the_open_bucket_open(size: int):
+    leaves = [f32("c", 1), f32("b", size), f32("a", 1)]
     assert contents(plan_layout(leaves, shards=2, cap_bytes=1000)) == [["c", "a"], ["b"]]
 
 
