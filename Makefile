@@ -11,7 +11,7 @@ NEWEST_TESTS ?= tests
 WHEEL_TESTS  ?= tests/test_layers.py tests/test_public_api.py tests/test_packaging.py
 PYTEST_ARGS  ?=
 DEMO_ARGS    ?=
-BENCHES      ?= $(wildcard benchmarks/*.py)
+BENCHES      ?= $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 BENCH_ARGS   ?=
 
 BIN := $(VENV)/bin

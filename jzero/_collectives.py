@@ -78,6 +78,9 @@ def reduce_scatter(
         shard = jnp.sum(rows, axis=0, dtype=jnp.float32)
     else:
         shard = lax.psum_scatter(flat, axes.shard, scatter_dimension=0, tiled=True)
+        # TPU: XLA makes this an all-reduce and a slice. Without the barrier it fuses the slice
+        # into each consumer, and the whole reduced bucket lives until the last of them.
+        shard = lax.optimization_barrier(shard)
     if axes.replica is not None and axes.replica in owed:
         shard = _psum(shard, axes.replica, axes.replicas)
     return shard
@@ -99,9 +102,12 @@ def own_shard(flat: Array, axes: Axes) -> Array:
     """This device's slice of a replicated (padded,) bucket. No communication."""
     if axes.shards == 1:
         return vary(flat, axes, (axes.shard,))  # a shard varies over its axis, of any size
-    # Rows instead of an element offset: shard x index may exceed int32.
-    rows = flat.reshape(axes.shards, flat.size // axes.shards)
-    return lax.dynamic_index_in_dim(rows, lax.axis_index(axes.shard), 0, keepdims=False)
+    index, shard = lax.axis_index(axes.shard), flat.size // axes.shards
+    if flat.size < 2**31:
+        return lax.dynamic_slice_in_dim(flat, index * shard, shard)
+    # An element offset would exceed int32. Rows do not, but TPU copies the whole bucket to them.
+    rows = flat.reshape(axes.shards, shard)
+    return lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
 
 
 def all_gather(shard: Array, axes: Axes) -> Array:

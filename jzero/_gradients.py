@@ -127,12 +127,6 @@ def accumulate(
 
     def body(args: tuple[Any, ...], work: _Work) -> Any:
         params, batches = args
-        for path, x in leaf_paths(batches):
-            if x is not None and jnp.shape(x)[:1] != (steps,):
-                raise ValueError(
-                    f"batches[{path_string(path)!r}] has shape {jnp.shape(x)}; its leading dim "
-                    f"must be steps={steps}"
-                )
         run = work.local(params)
 
         def part(batch: Any) -> tuple[Any, Any]:
@@ -156,7 +150,18 @@ def accumulate(
         shards = work.scatter(grads) if sync == "last" else grads
         return _finish(_Local(loss, weight, aux, {}), shards, steps, work)
 
-    return _faced(body, 0, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=1)
+    faced = _faced(body, 0, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=1)
+
+    def accumulated(params: Any, batches: Any) -> Any:
+        for path, x in leaf_paths(batches):
+            if x is not None and jnp.shape(x)[:1] != (steps,):
+                raise ValueError(
+                    f"batches[{path_string(path)!r}] has shape {jnp.shape(x)}; its leading dim "
+                    f"must be steps={steps}"
+                )
+        return faced(params, batches)
+
+    return accumulated
 
 
 class _Loss(NamedTuple):

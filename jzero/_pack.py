@@ -128,10 +128,15 @@ def plan_tree(
 
 def pack(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
     """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,)."""
-    parts = [leaves[slot.path].astype(dtype).reshape(-1) for slot in bucket.slots if slot.size]
+    flat = [leaves[slot.path].reshape(-1) for slot in bucket.slots if slot.size]
+    # Laid out in the narrower of the two dtypes: flattening and joining move memory, a cast fuses.
+    found = {part.dtype for part in flat}
+    own = found.pop() if len(found) == 1 else jnp.dtype(dtype)
+    through = own if own.itemsize < jnp.dtype(dtype).itemsize else dtype
+    parts = [part.astype(through) for part in flat]
     if bucket.padded > bucket.size:
-        parts.append(jnp.zeros(bucket.padded - bucket.size, dtype))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        parts.append(jnp.zeros(bucket.padded - bucket.size, through))
+    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).astype(dtype)
 
 
 def unpack(flat: Array, bucket: Bucket) -> dict[str, Array]:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -251,7 +251,7 @@ def by_op(compiled: Any) -> dict[str, list[Collective]]:
 
 
 @contextmanager
-def counting(event: str = "Compiling ") -> Iterator[list[str]]:
+def counting(event: str = "Compiling ") -> Generator[list[str]]:
     """What JAX compiles meanwhile, by the names of the functions."""
     seen: list[str] = []
 

@@ -220,7 +220,7 @@ def moments_by_path(state) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             jax.tree_util.tree_flatten_with_path(model())[0], with_paths(model()), strict=True
         )
     }
-    return {
+    return {  # pyright: ignore[reportReturnType]
         names[slot.path]: tuple(
             np.asarray(m[slot.bucket])[slot.offset : slot.offset + slot.size] for m in state.inner
         )

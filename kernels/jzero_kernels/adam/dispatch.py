@@ -77,9 +77,11 @@ def _or_reference_under_vmap(
     call: Any = jax.custom_batching.custom_vmap(kernel)
 
     def rule(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        axes = tuple(0 if batched else None for batched in in_batched)
         out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*args)
-        return out, jax.tree.map(lambda _: True, out)
+        named: Any = out  # an AdamResult, or one array
+        batched = type(named)(*(True for _ in named)) if isinstance(out, tuple) else True
+        return out, batched
 
     call.def_vmap(rule)
     return call
@@ -115,7 +117,7 @@ def by_platform(
 
     def run(*args: Any) -> _Tree:
         # Any operand may be the batched one.
-        return kernel(*jax.tree.map(lambda x: _no_vmap_p.bind(x, message=no_vmap), args))
+        return kernel(*(_no_vmap_p.bind(x, message=no_vmap) for x in args))
 
     def call(*args: Any) -> _Tree:
         return lax.platform_dependent(*args, default=refuse, **dict.fromkeys(accepted, run))

@@ -224,7 +224,7 @@ def adam_step(
         m_hat = product(m, c.inverse_correction1)
     root = sqrt(product(v, c.inverse_correction2) + c.eps_root) + c.eps
     # 0 / 0 where eps is 0 and an element has never had a gradient, as in padding: it stays put.
-    u = jnp.where(root == 0, jnp.zeros_like(root), m_hat / root)
+    u = jnp.where((root == 0) & (m_hat == 0), jnp.zeros_like(root), m_hat / root)
     if weight_decay_mode == "decoupled":
         u = u + product(p, c.weight_decay)
     u = product(u, c.minus_learning_rate)
