@@ -94,7 +94,7 @@ def norm_from_stats(stats: jax.Array) -> jax.Array:
       stats: float32[4].
 
     Returns:
-      float32 scalar: within a few ulp of the true norm whenever that lies between 2^-126 and
+      float32 scalar: within about ten ulp of the true norm whenever that lies between 2^-126 and
       2^128; inf or NaN when an element was, or when the norm itself is over the largest float32.
 
     Raises:
