@@ -293,6 +293,11 @@ MIXING = {
     "noisy_sgd": optax.noisy_sgd(1e-2, key=0),
     "centralize": optax.chain(optax.centralize(), optax.sgd(1e-2)),
     "normalize": optax.chain(optax.normalize_by_update_norm(), optax.sgd(1e-2)),
+    # These keep the shape, so only the primitive tells.
+    "sort": optax.stateless(lambda grads, _: jax.tree.map(jnp.sort, grads)),
+    "cumsum": optax.stateless(lambda grads, _: jax.tree.map(jnp.cumsum, grads)),
+    "reverse": optax.stateless(lambda grads, _: jax.tree.map(jnp.flip, grads)),
+    "roll": optax.stateless(lambda grads, _: jax.tree.map(lambda g: jnp.roll(g, 1), grads)),
     "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-2)),
 }
 ELEMENTWISE = {

@@ -14,6 +14,7 @@ import pytest
 from support import WAYS, assert_bits, config_for, replicated, split, train
 
 import jzero
+from jzero._collectives import divide
 
 P = jax.P
 
@@ -74,6 +75,14 @@ def test_sgd_is_bit_equal_where_gradients_are_integers(make_mesh, shape, way: st
         want *= world
     assert_bits(params["w"], want)
     assert_bits(params["b"], np.full(3, -20 * 2**-6, np.float32))
+
+
+@pytest.mark.parametrize("n", [3, 7, 8, 41, 1000])
+def test_a_quotient_of_integers_is_exact(n: int):
+    """A product with the reciprocal of 7 would miss one integer in four."""
+    k = np.arange(1, 2**14, dtype=np.float32)
+    assert_bits(jax.jit(lambda x: divide(x, n))(jnp.asarray(k * n)), k)
+    assert np.isnan(jax.jit(lambda x: divide(x, n))(jnp.float32(jnp.nan)))
 
 
 @pytest.mark.parametrize("way", WAYS)
