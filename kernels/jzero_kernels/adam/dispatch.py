@@ -6,7 +6,7 @@ branch and lowers one; :func:`refuse_platform` is the branch that raises when it
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.custom_batching
@@ -67,6 +67,15 @@ mlir.register_lowering(_no_vmap_p, _no_vmap_lowering)
 batching.primitive_batchers[_no_vmap_p] = _no_vmap_batching
 
 
+def _each(fn: Callable[[Any], Any], value: Any) -> Any:
+    """``fn`` of an array, or of each array in a tuple or NamedTuple, which is rebuilt."""
+    if not isinstance(value, tuple):
+        return fn(value)
+    parts: list[Any] = [_each(fn, x) for x in cast("tuple[Any, ...]", value)]
+    make: Any = type(value)
+    return make(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
 def _or_reference_under_vmap(
     kernel: Callable[..., _Tree], reference: Callable[..., _Tree]
 ) -> Callable[..., _Tree]:
@@ -77,11 +86,9 @@ def _or_reference_under_vmap(
     call: Any = jax.custom_batching.custom_vmap(kernel)
 
     def rule(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        axes = tuple(0 if batched else None for batched in in_batched)
+        axes = _each(lambda batched: 0 if batched else None, tuple(in_batched))
         out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*args)
-        named: Any = out  # an AdamResult, or one array
-        batched = type(named)(*(True for _ in named)) if isinstance(out, tuple) else True
-        return out, batched
+        return out, _each(lambda _: True, out)
 
     call.def_vmap(rule)
     return call
@@ -117,7 +124,7 @@ def by_platform(
 
     def run(*args: Any) -> _Tree:
         # Any operand may be the batched one.
-        return kernel(*(_no_vmap_p.bind(x, message=no_vmap) for x in args))
+        return kernel(*_each(lambda x: _no_vmap_p.bind(x, message=no_vmap), args))
 
     def call(*args: Any) -> _Tree:
         return lax.platform_dependent(*args, default=refuse, **dict.fromkeys(accepted, run))
