@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from jzero._batch import batch_specs, check_loss, merged
 from jzero._codec import Codec, codec_of
 from jzero._collectives import divide, total, vary
 from jzero._config import ZeroConfig
@@ -209,7 +210,7 @@ class _Work(NamedTuple):
                 result = self.loss.fn(*others[:position], rebuilt, *others[position:])
                 value, aux = result if self.loss.has_aux else (result, None)
                 loss, weight = value if self.loss.weighted else (value, None)
-                _check_loss(loss, self.loss)
+                check_loss(loss, self.loss.has_aux)
                 return loss, (weight, aux)
 
             (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
@@ -248,7 +249,7 @@ def _finish(local: _Local, shards: GradShards, steps: int, work: _Work) -> Any:
         divisor = jnp.float32(count) if count > 1 else None
     if divisor is not None:
         shards = jax.tree.map(lambda s: divide(s, divisor), shards)
-    aux = jax.tree.map(lambda x: _merged(x, axes, work.batch_dim), local.aux)
+    aux = jax.tree.map(lambda x: merged(x, axes, work.batch_dim), local.aux)
     return loss, aux, shards
 
 
@@ -272,7 +273,7 @@ def _faced(
         )
         work = _Work(loss, plan, axes, config, batch_dim)
         specs = tuple(
-            P() if i == argnums else _batch_specs(arg, axes, f"argument {i}", batch_dim)
+            P() if i == argnums else batch_specs(arg, axes, f"argument {i}", batch_dim)
             for i, arg in enumerate(args)
         )
 
@@ -295,51 +296,6 @@ def _faced(
         return ((value, aux), grads) if loss.has_aux else (value, grads)
 
     return wrapped
-
-
-def _batch_specs(tree: Any, axes: Axes, what: str, dim: int) -> Any:
-    """Specs that split ``dim`` of every array over all devices, and leave smaller ones whole."""
-
-    def spec(path: Any, x: Any) -> P:
-        shape = jnp.shape(x)
-        if len(shape) <= dim:
-            return P()
-        if not axes.manual and shape[dim] % axes.size:
-            name = path_string(path)
-            raise ValueError(
-                f"{what}{f'[{name!r}]' if name else ''} has {shape[dim]} elements in dim {dim}, "
-                f"which {axes.size} devices ({' x '.join(axes.batch)}) do not divide; pad or drop "
-                "the rest of the batch"
-            )
-        return P(*[None] * dim, axes.batch)
-
-    flat = [spec(path, leaf) for path, leaf in leaf_paths(tree) if leaf is not None]
-    return jax.tree.unflatten(jax.tree.structure(tree), flat)
-
-
-def _check_loss(loss: Any, kind: _Loss) -> None:
-    if jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        return
-    hint = "" if kind.has_aux else "; for (loss, aux) pass has_aux=True"
-    raise ValueError(
-        f"loss_fn must return a floating scalar, got shape {jnp.shape(loss)} and dtype "
-        f"{jnp.result_type(loss)}{hint}"
-    )
-
-
-def _merged(x: Any, axes: Axes, dim: int) -> Any:
-    """One aux leaf of all devices; ``dim`` dims in front of it count micro-batches."""
-    x = vary(jnp.asarray(x), axes)
-    if x.ndim > dim:
-        return x
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return total(x, axes) / jnp.asarray(axes.size, x.dtype)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return total(x, axes)
-    raise ValueError(
-        f"aux holds a scalar of dtype {x.dtype}, which has no sum over devices; return it as an "
-        "array with a leading batch dim, or as a number"
-    )
 
 
 def _aux_specs(body: Any, args: tuple[Any, ...], specs: tuple[Any, ...], work: _Work) -> Any:

@@ -168,6 +168,7 @@ def plan_layout(
     cap_bytes: int,
     alignment: int | None = None,
     order: Sequence[str] | None = None,
+    first_cap_bytes: int | None = None,
 ) -> Layout:
     """Distribute leaves over buckets.
 
@@ -186,21 +187,31 @@ def plan_layout(
         bucket by less than 1/16, else ``ALIGNMENT``.
       order: path strings, first to be placed first, instead of the reverse path order. Must
         name each leaf once.
+      first_cap_bytes: a smaller cap of the first bucket of each (dtype, group), so that its
+        communication starts early. None: ``cap_bytes``.
 
     Returns:
       The layout; an empty one for no leaves.
 
     Raises:
       ValueError: two leaves with one path string; ``order`` that is not a permutation of the
-        paths; ``shards``, ``cap_bytes`` or ``alignment`` below 1.
+        paths; ``shards``, ``cap_bytes``, ``alignment`` or ``first_cap_bytes`` below 1.
     """
-    for name, number in (("shards", shards), ("cap_bytes", cap_bytes), ("alignment", alignment)):
+    numbers = {
+        "shards": shards,
+        "cap_bytes": cap_bytes,
+        "alignment": alignment,
+        "first_cap_bytes": first_cap_bytes,
+    }
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
     # (dtype, group) -> members of the bucket being filled, and their bytes so far.
     members: list[list[tuple[str, Leaf, int]]] = []
     open_bucket: dict[tuple[str, str], int] = {}
     filled: list[int] = []
+    cap_of: dict[tuple[str, str], int] = {}  # of the open bucket; unset before the first
+    first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
     for path, leaf in _in_order(list(leaves), order):
         size = math.prod(leaf.shape)
         nbytes = size * leaf.itemsize
@@ -210,10 +221,12 @@ def plan_layout(
             index = len(members)
             members.append([])
             filled.append(0)
-        elif index is None or (nbytes and filled[index] + nbytes > cap_bytes):
+            cap_of.setdefault(key, cap_bytes)  # this was the first
+        elif index is None or (nbytes and filled[index] + nbytes > cap_of[key]):
             index = open_bucket[key] = len(members)
             members.append([])
             filled.append(0)
+            cap_of[key] = cap_bytes if key in cap_of else first_cap
         members[index].append((path, leaf, size))
         filled[index] += nbytes
     return Layout(

@@ -256,6 +256,7 @@ def _refuse_tied(leaves: dict[str, Any]) -> None:
 
 def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | GradShards, Any]:
     """Gradients as the step takes them, and their specs."""
+    grads = _unboxed(grads)
     if isinstance(grads, GradShards):
         missing = plan.layout.by_path.keys() - grads.layout.by_path.keys()
         if missing or grads.layout.shards != axes.shards:
@@ -273,6 +274,13 @@ def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | Gr
         return P(*[None] * x.ndim, unreduced=unreduced) if unreduced else P()
 
     return leaves, {path: spec(grad) for path, grad in leaves.items()}
+
+
+def _unboxed(grads: Any) -> Any:
+    """``grads``, or the one :class:`GradShards` that is all that the tree ``grads`` holds: how
+    ``jzero.DistributedDataParallel`` gets shards through ``nnx.Optimizer``."""
+    found = jax.tree.leaves(grads, is_leaf=lambda x: x is None or isinstance(x, GradShards))
+    return found[0] if len(found) == 1 and isinstance(found[0], GradShards) else grads
 
 
 def _kind(incoming: Any, specs: Any) -> Any:

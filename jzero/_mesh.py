@@ -108,6 +108,7 @@ def on_mesh(
     *args: Any,
     cache: dict[Any, Callable[..., Any]] | None = None,
     key: Any = None,
+    check: bool = True,
 ) -> Any:
     """Run ``body`` on local arrays: directly inside a shard_map, else inside one of our own.
 
@@ -122,6 +123,7 @@ def on_mesh(
       out_specs: likewise for the result.
       cache: where compiled functions are kept; the caller owns its lifetime.
       key: hashable; everything that ``body`` depends on beside its arguments.
+      check: whether JAX tracks which values vary over the axes (``check_vma``).
     """
     if axes.manual:
         return body(*args)
@@ -134,7 +136,7 @@ def on_mesh(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(axes.names),
-        check_vma=axes.size > 1,
+        check_vma=check and axes.size > 1,
     )
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return mapped(*_typed(args, in_specs, axes.mesh))

@@ -162,9 +162,25 @@ def differing_slot(have: Layout, want: Layout) -> str:
 
 
 def leaf_paths(tree: Any) -> list[tuple[tuple[PathKey, ...], Any]]:
-    """Every leaf, ``None`` included, with the keys that lead to it."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
-    return [(tuple(_key(key) for key in path), leaf) for path, leaf in flat]
+    """Every leaf, ``None`` included, with the keys that lead to it.
+
+    A flax ``nnx.Variable`` is a box around a leaf and adds no key: ``nnx.Optimizer`` hands
+    parameters over with their boxes at ``init`` and without at ``update``.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None or _is_box(x))
+    paths: list[tuple[tuple[PathKey, ...], Any]] = []
+    for path, leaf in flat:
+        keys = tuple(_key(key) for key in path)
+        if _is_box(leaf):
+            inner, _ = jax.tree_util.tree_flatten_with_path(leaf, is_leaf=_is_none)
+            paths += [(keys + tuple(_key(key) for key in sub[1:]), x) for sub, x in inner]
+        else:
+            paths.append((keys, leaf))
+    return paths
+
+
+def _is_box(x: Any) -> bool:
+    return hasattr(x, "get_raw_value") and hasattr(x, "get_metadata")
 
 
 def _key(key: Any) -> PathKey:

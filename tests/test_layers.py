@@ -14,7 +14,7 @@ import pytest
 # its neighbours where no circle arises, except in L4, whose modules know nothing of each other.
 LAYERS: dict[str, tuple[str, ...]] = {
     "L0": ("_layout", "_config", "_errors", "_paths", "_mesh"),
-    "L1": ("_pack", "_collectives", "_codec", "_groups"),
+    "L1": ("_pack", "_collectives", "_codec", "_groups", "_batch"),
     "L2": ("_measure", "_update", "_elementwise", "_loss_scale"),
     "L3": ("_state", "_step", "_machine"),
     "L4": (

@@ -194,6 +194,29 @@ def test_a_huge_leaf_leaves_the_open_bucket_open(size: int):
     assert contents(plan_layout(leaves, shards=2, cap_bytes=1000)) == [["c", "a"], ["b"]]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "first", "want"),
+    [
+        ([40, 40, 80, 80, 200], 100, [["4"], ["3", "2"], ["1", "0"]]),  # 4 is above the cap
+        ([40, 40, 80, 80], 100, [["3"], ["2", "1", "0"]]),
+        ([80, 80, 20, 20], 50, [["3", "2"], ["1", "0"]]),
+        ([80, 80, 20, 120], 100, [["3"], ["2", "1"], ["0"]]),  # 3 fills the first bucket alone
+        ([120, 30, 0, 20], 49, [["3", "2"], ["1", "0"]]),
+        ([40, 40, 40, 40], 1000, [["3", "2", "1", "0"]]),  # no larger than the others
+    ],
+)
+def test_the_first_bucket_of_a_kind_has_its_own_cap(sizes, first, want):
+    leaves = [Leaf((i,), (n,), "float8_e4m3fn", 1) for i, n in enumerate(sizes)]
+    layout = plan_layout(leaves, shards=1, cap_bytes=160, first_cap_bytes=first)
+    assert contents(layout) == want
+
+
+def test_each_kind_has_a_first_bucket():
+    leaves = [f32(i, 8, dtype=d) for i, d in enumerate(["float32", "bfloat16"] * 4)]
+    layout = plan_layout(leaves, shards=1, cap_bytes=64, first_cap_bytes=32)
+    assert contents(layout) == [["7", "5"], ["6"], ["4", "2"], ["3", "1"], ["0"]]
+
+
 def test_zero_size_leaves_change_no_neighbour():
     """Case 1: shapes [1], [1], [0], [1], [0], and 36 leaves of which the last is empty."""
     for count, empty in ((5, {2, 4}), (36, {35}), (56, {35}), (3, {0, 1, 2})):
@@ -402,7 +425,7 @@ def test_planning_is_linear_in_the_number_of_leaves():
 # ---------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("name", ["shards", "cap_bytes", "alignment"])
+@pytest.mark.parametrize("name", ["shards", "cap_bytes", "alignment", "first_cap_bytes"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_counts_below_one_are_refused(name: str, value: int):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
