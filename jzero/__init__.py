@@ -2,6 +2,7 @@
 
 import importlib.metadata
 
+from jzero import checkpoint as checkpoint
 from jzero._config import Precision as Precision
 from jzero._config import ZeroConfig as ZeroConfig
 from jzero._gradients import accumulate as accumulate
@@ -30,6 +31,7 @@ __all__ = [
     "ZeroTransformation",
     "accumulate",
     "adamw",
+    "checkpoint",
     "global_norm",
     "partition_specs",
     "value_and_grad",

@@ -13,10 +13,27 @@ import pytest
 # The table of layers: a module imports modules of lower layers only. Within one layer it may import
 # its neighbours where no circle arises, except in L4, whose modules know nothing of each other.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "L0": ("_layout", "_config", "_errors", "_paths", "_mesh"),
-    "L1": ("_pack", "_collectives", "_codec", "_groups", "_batch"),
+    "L0": (
+        "_layout",
+        "_config",
+        "_errors",
+        "_paths",
+        "_mesh",
+        "_ckpt_format",
+        "_ckpt_place",
+        "_ckpt_stream",
+    ),
+    "L1": ("_pack", "_collectives", "_codec", "_groups", "_batch", "_ckpt_codec"),
     "L2": ("_measure", "_update", "_elementwise", "_loss_scale"),
-    "L3": ("_state", "_step", "_machine"),
+    "L3": (
+        "_state",
+        "_step",
+        "_machine",
+        "_ckpt_restore",
+        "_ckpt_save",
+        "_ckpt_source",
+        "_ckpt_view",
+    ),
     "L4": (
         "_transform",
         "_gradients",

@@ -21,6 +21,7 @@ PUBLIC: dict[str, str | None] = {
         "learning_rate b1 b2 eps eps_root weight_decay mask nesterov bias_correction "
         "weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero"
     ),
+    "checkpoint": None,
     "global_norm": "tree paths ord zero",
     "partition_specs": "tree",
     "value_and_grad": "loss_fn argnums has_aux weighted zero",

@@ -1,0 +1,199 @@
+"""What a checkpoint holds, by parameter path: ranges of elements, whatever the layouts."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero._ckpt_codec import Kind, Stored, kind_of
+from jzero._ckpt_format import (
+    ArrayEntry,
+    CheckpointError,
+    LeafEntry,
+    Manifest,
+    NodeEntry,
+    read_manifest,
+)
+from jzero._ckpt_stream import StreamReader
+from jzero._ckpt_view import SCALE
+from jzero._layout import Bucket
+
+__all__ = ["Run", "Source", "open_source"]
+
+
+class Run(NamedTuple):
+    """Consecutive elements that are consecutive in the file too: ``size`` from element ``to``
+    of a target bucket, from element ``start`` of bucket ``bucket`` in the file."""
+
+    to: int
+    bucket: int
+    start: int
+    size: int
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """An open checkpoint."""
+
+    path: Path
+    manifest: Manifest
+    streams: StreamReader
+
+    def node(self, name: str, grads: bool) -> tuple[str, NodeEntry]:
+        """The node of this name; or, where both sides have only one of the kind, that one.
+
+        Raises:
+          CheckpointError: there is none.
+        """
+        if name in self.manifest.nodes:
+            return name, self.manifest.nodes[name]
+        same = [(n, e) for n, e in self.manifest.nodes.items() if ("grad" in e.arrays) == grads]
+        if len(same) == 1:
+            return same[0]
+        raise CheckpointError(
+            f"{self.path} has no sharded state at {name or 'the root'!r}; it has "
+            f"{sorted(self.manifest.nodes)}"
+        )
+
+    def runs(self, node: NodeEntry, bucket: Bucket, lo: int, hi: int) -> list[Run]:
+        """Where elements [lo, hi) of a target's bucket lie in the file. Padding is left out."""
+        found: list[Run] = []
+        for slot in bucket.slots:
+            a, b = max(lo, slot.offset), min(hi, slot.offset + slot.size)
+            if a >= b:
+                continue
+            theirs = node.layout.by_path[slot.path]
+            start = theirs.offset + a - slot.offset
+            last = found[-1] if found else None
+            if (
+                last
+                and last.bucket == theirs.bucket
+                and last.start + last.size == start
+                and last.to + last.size == a
+            ):
+                found[-1] = last._replace(size=last.size + b - a)
+            else:
+                found.append(Run(a, theirs.bucket, start, b - a, slot.path))
+        return found
+
+    def kind(self, node: NodeEntry, bucket: int) -> tuple[Kind, str | None]:
+        """How a bucket's master is stored, and its dtype."""
+        entry = self.entry(node, "master", bucket)
+        scaled = self.entry(node, "master" + SCALE, bucket) is not None
+        dtype = None if entry is None else entry.dtype
+        return kind_of(None if dtype is None else jnp.dtype(dtype), scaled), dtype
+
+    def entry(self, node: NodeEntry, quantity: str, bucket: int) -> ArrayEntry | None:
+        """One array of the file, or None."""
+        found = node.arrays.get(quantity)
+        return None if found is None else found[bucket]
+
+    def stored(self, node: NodeEntry, quantity: str, run: Run) -> Callable[[], Stored | None]:
+        """Start to read a run of a quantity, with the scale of each element where it has any;
+        the result is called for it. None: there is no such array."""
+        entry = self.entry(node, quantity, run.bucket)
+        if entry is None:
+            return lambda: None
+        values = self.elements(entry, run.start, run.start + run.size, run.path)
+        scale = self.entry(node, quantity + SCALE, run.bucket)
+        if scale is None:
+            return lambda: Stored(values())
+        block = scale.block
+        first = run.start // block
+        scales = self.elements(scale, first, -(-(run.start + run.size) // block), run.path)
+        skip = run.start - first * block
+        return lambda: Stored(values(), np.repeat(scales(), block)[skip : skip + run.size])
+
+    def elements(self, entry: ArrayEntry, lo: int, hi: int, what: str) -> Callable[[], np.ndarray]:
+        """Start to read elements [lo, hi) of an array; the result is called for them."""
+        dtype = jnp.dtype(entry.dtype)
+        size = dtype.itemsize
+        at = max(0, bisect.bisect_right(entry.pieces, lo, key=lambda p: p.start) - 1)
+        reads: list[Callable[[], np.ndarray]] = []
+        have = lo
+        for piece in entry.pieces[at:]:
+            a, b = max(have, piece.start), min(hi, piece.start + piece.count)
+            if a != have or a >= b:
+                break
+            offset = piece.offset + (a - piece.start) * size
+            reads.append(self.streams.read(piece.stream, offset, (b - a) * size, what))
+            have = b
+        if have < hi:
+            raise CheckpointError(
+                f"{self.path / 'manifest.json'} lists {what!r} only up to element {have}"
+            )
+
+        def result() -> np.ndarray:
+            parts = [read() for read in reads]
+            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
+
+        return result if reads else lambda: np.empty(0, dtype)
+
+    def leaf(
+        self, name: str, start: tuple[int, ...], stop: tuple[int, ...]
+    ) -> Callable[[], np.ndarray]:
+        """Start to read a box of a plain leaf; the result is called for it."""
+        entry = self.manifest.leaves[name]
+        dtype = jnp.dtype(entry.dtype)
+        reads = [
+            (block, self.streams.read(*_where(block, dtype.itemsize), name))
+            for block in entry.blocks
+            if _meet(block[0], block[1], start, stop)
+        ]
+
+        def result() -> np.ndarray:
+            out = np.empty([b - a for a, b in zip(start, stop, strict=True)], dtype)
+            for (origin, shape, _, _), read in reads:
+                theirs = read().view(dtype).reshape(shape)
+                if origin == start and shape == out.shape:
+                    return theirs
+                lo = [max(a, o) for a, o in zip(start, origin, strict=True)]
+                hi = [min(b, o + n) for b, o, n in zip(stop, origin, shape, strict=True)]
+                into, of = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(lo, hi, base, strict=True))
+                    for base in (start, origin)
+                )
+                out[into] = theirs[of]
+            return out
+
+        return result
+
+    def leaves(self) -> Iterator[tuple[str, LeafEntry]]:
+        """All plain leaves."""
+        yield from self.manifest.leaves.items()
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint.
+
+    Raises:
+      CheckpointError: see :func:`read_manifest`; a data folder that is missing.
+    """
+    manifest = read_manifest(path)
+    data = path / manifest.data
+    if not data.is_dir():
+        raise CheckpointError(f"{data} is missing, which {path / 'manifest.json'} refers to")
+    return Source(path, manifest, StreamReader(data, manifest.streams))
+
+
+def _where(block: Any, itemsize: int) -> tuple[int, int, int]:
+    _, shape, stream, offset = block
+    count = itemsize
+    for dim in shape:
+        count *= dim
+    return stream, offset, count
+
+
+def _meet(
+    origin: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...]
+) -> bool:
+    return all(
+        max(a, o) < min(b, o + n) for a, b, o, n in zip(start, stop, origin, shape, strict=True)
+    )
