@@ -3,6 +3,7 @@
 import importlib.metadata
 
 from jzero import checkpoint as checkpoint
+from jzero import distributed as distributed
 from jzero._config import Precision as Precision
 from jzero._config import ZeroConfig as ZeroConfig
 from jzero._gradients import accumulate as accumulate
@@ -32,6 +33,7 @@ __all__ = [
     "accumulate",
     "adamw",
     "checkpoint",
+    "distributed",
     "global_norm",
     "partition_specs",
     "value_and_grad",

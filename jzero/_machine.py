@@ -20,6 +20,7 @@ from jzero._config import ZeroConfig
 from jzero._layout import Layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Plan, differing_slot, plan_tree
+from jzero._processes import agree, spanned
 from jzero._state import GradShards, ZeroState, partition_specs
 from jzero._step import (
     Operands,
@@ -77,6 +78,7 @@ class Machine:
         run = self._run(plan.layout, axes, self.rule)
         trainable = _trainable(plan, params)
         _refuse_tied(trainable)
+        _agree(plan.layout, axes, trainable)
         return on_mesh(
             axes,
             lambda p: init_state(p, run),
@@ -238,6 +240,20 @@ def _trainable(plan: Plan, params: Any) -> dict[str, Array]:
         for path, trains in zip(plan.paths, plan.trains, strict=True)
         if trains
     }
+
+
+def _agree(layout: Layout, axes: Axes, leaves: dict[str, Any]) -> None:
+    """Processes with different models would wait for each other in collectives of other sizes.
+
+    Only where the call is one that all processes of the mesh must make anyway: on global arrays,
+    outside of a trace (which a process that has a compiled program does not repeat)."""
+    processes = spanned(axes.mesh)
+    if len(processes) > 1 and not any(isinstance(x, Tracer) for x in leaves.values()):
+        facts = {
+            slot.path: f"{slot.dtype}{list(slot.shape)} in bucket {slot.bucket} at {slot.offset}"
+            for slot in layout.slots
+        }
+        agree(f"the parameters of {axes.shards} shards", facts, processes=processes)
 
 
 def _refuse_tied(leaves: dict[str, Any]) -> None:

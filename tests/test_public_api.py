@@ -22,6 +22,7 @@ PUBLIC: dict[str, str | None] = {
         "weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero"
     ),
     "checkpoint": None,
+    "distributed": None,
     "global_norm": "tree paths ord zero",
     "partition_specs": "tree",
     "value_and_grad": "loss_fn argnums has_aux weighted zero",
