@@ -4,8 +4,11 @@ import importlib.metadata
 
 from jzero import checkpoint as checkpoint
 from jzero import distributed as distributed
+from jzero._broadcast import broadcast as broadcast
+from jzero._broadcast import first_difference as first_difference
 from jzero._config import Precision as Precision
 from jzero._config import ZeroConfig as ZeroConfig
+from jzero._ddp_step import LocalGrads as LocalGrads
 from jzero._gradients import accumulate as accumulate
 from jzero._gradients import value_and_grad as value_and_grad
 from jzero._loss_scale import DynamicLossScale as DynamicLossScale
@@ -18,12 +21,15 @@ from jzero._state import partition_specs as partition_specs
 from jzero._transform import ZeroTransformation as ZeroTransformation
 from jzero._transform import adamw as adamw
 from jzero._transform import zero as zero
+from jzero.ddp import DistributedDataParallel as DistributedDataParallel
 
 __version__ = importlib.metadata.version("jzero")
 
 __all__ = [
+    "DistributedDataParallel",
     "DynamicLossScale",
     "GradShards",
+    "LocalGrads",
     "MultiSteps",
     "MultiStepsState",
     "Precision",
@@ -32,8 +38,10 @@ __all__ = [
     "ZeroTransformation",
     "accumulate",
     "adamw",
+    "broadcast",
     "checkpoint",
     "distributed",
+    "first_difference",
     "global_norm",
     "partition_specs",
     "value_and_grad",

@@ -8,8 +8,13 @@ import jzero
 
 # Public name: its parameters. None for a name that is not called, such as a module.
 PUBLIC: dict[str, str | None] = {
+    "DistributedDataParallel": (
+        "model mesh axis init_sync bucket_cap_mb find_unused_parameters average_in_collective "
+        "static_graph grad_reduce_dtype variables replica_axis average buffers first_bucket_mb wrt"
+    ),
     "DynamicLossScale": "initial growth_factor backoff_factor growth_interval minimum hysteresis",
     "GradShards": "buckets layout axis",
+    "LocalGrads": "leaves paths",
     "MultiSteps": "tx steps",
     "MultiStepsState": "micro_step grads inner",
     "Precision": "state grad_sync param_sync master accumulate scaled",
@@ -23,6 +28,8 @@ PUBLIC: dict[str, str | None] = {
     ),
     "checkpoint": None,
     "distributed": None,
+    "broadcast": "tree zero",
+    "first_difference": "tree zero",
     "global_norm": "tree paths ord zero",
     "partition_specs": "tree",
     "value_and_grad": "loss_fn argnums has_aux weighted zero",

@@ -1,0 +1,226 @@
+"""DistributedDataParallel of nnx models: one device on the big batch, in few collectives."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from support import by_op, collectives, split
+
+import jzero
+
+MIB = 2**20
+
+
+class MLP(nnx.Module):
+    """Integer weights, so that integer batches have gradients without rounding; awkward leaves."""
+
+    def __init__(self, seed: int = 0):
+        rng = np.random.default_rng(seed)
+
+        def draw(*shape: int) -> nnx.Param:
+            return nnx.Param(jnp.asarray(rng.integers(-2, 3, shape), jnp.float32))
+
+        self.layers = nnx.List([nnx.Dict(kernel=draw(3, 4)), nnx.Dict(kernel=draw(4, 2))])
+        self.scale = draw()
+        self.empty = draw(0, 3)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x: jax.Array) -> dict[str, Any]:
+        for layer in self.layers:
+            x = x @ layer["kernel"][...]
+        self.calls[...] += 1
+        return {"out": (x * self.scale[...], [jnp.sum(self.empty[...])])}
+
+
+def data(size: int = 16, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    x, y = rng.integers(-3, 4, (size, 3)), rng.integers(-3, 4, (size, 2))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    out, rest = model(x)["out"]
+    return jnp.mean(jnp.sum(out * y, axis=1)) + rest[0]
+
+
+def by_path(state: Any) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(nnx.as_pure(state))
+    return {"/".join(map(str, path)): np.asarray(x) for path, x in flat}
+
+
+def assert_same(have: Any, want: Any) -> None:
+    ours, theirs = by_path(have), by_path(want)
+    assert ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        assert ours[path].shape == x.shape, path
+        assert ours[path].dtype == x.dtype, path
+        np.testing.assert_array_equal(ours[path], x, err_msg=path)
+
+
+def assert_devices_agree(node: Any) -> None:
+    for path, x in nnx.to_flat_state(nnx.as_pure(nnx.state(node))):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        copies = [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+        assert len(copies) == jax.device_count(), path
+        assert len(set(copies)) == 1, path
+
+
+def wrap(mesh: Any, model: Any = None, **options: Any) -> jzero.DistributedDataParallel:
+    model = MLP() if model is None else model
+    replica = "replica" if "replica" in mesh.axis_names else None
+    return jzero.DistributedDataParallel(
+        model, mesh, **{"bucket_cap_mb": 34 / MIB, "replica_axis": replica, **options}
+    )
+
+
+def all_reduces(fn: Any, *args: Any) -> list[int]:
+    """Sizes of the all-reduces in a compiled program; no other collective may be in it."""
+    compiled = nnx.jit(fn).lower(*args).compile()
+    found = collectives(compiled)
+    assert {c.op for c in found} <= {"all-reduce"}
+    return sorted(n for c in found for n in c.sizes)
+
+
+# ---------------------------------------------------------------- equal to the big batch
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("shape", [1, 2, 8, (2, 4)], ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_gradients_are_those_of_the_big_batch(make_mesh, shape, types, jit):
+    if types == "explicit" and shape != 8:
+        pytest.skip("one shape shows it")
+    mesh = make_mesh(shape, types=types)
+    ddp, batch = wrap(mesh), data()
+    fn = ddp.value_and_grad(loss_fn)
+    loss, grads = (nnx.jit(fn) if jit else fn)(ddp, batch)
+    model = MLP()
+    want_loss, want = nnx.value_and_grad(loss_fn)(model, batch)
+    assert float(loss) == float(want_loss)
+    assert_same(grads, want)
+    assert [[slot.path for slot in bucket.slots] for bucket in ddp.buckets] == [
+        ["scale"],
+        ["layers/1/kernel", "empty"],
+        ["layers/0/kernel"],
+    ]
+    assert int(ddp.module.calls[...]) == 1
+    # Native nnx code sees the model through the wrapper.
+    with jax.set_mesh(mesh):
+        native_loss, native = nnx.value_and_grad(loss_fn)(ddp, split(batch, mesh))
+    assert float(native_loss) == float(want_loss)
+    assert_same(native, want)
+    with jax.set_mesh(mesh):
+        assert ddp(split(batch[0], mesh))["out"][0].shape == (16, 2)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("shape", [1, 2, 8, (2, 4)], ids=str)
+def test_inside_the_users_shard_map(make_mesh, shape, check):
+    mesh, batch = make_mesh(shape), data()
+    ddp = wrap(mesh)
+    graphdef, state = nnx.split(ddp)
+
+    def local(state: Any, batch: Any) -> Any:
+        inner = nnx.merge(graphdef, state)
+        loss, grads = inner.value_and_grad(loss_fn)(inner, batch)
+        return loss, nnx.as_pure(grads), inner.module.calls[...]
+
+    step = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), P(tuple(mesh.axis_names))),
+            out_specs=P(),
+            check_vma=check,
+        )
+    )
+    loss, grads, calls = step(state, batch)
+    want_loss, want = nnx.value_and_grad(loss_fn)(MLP(), batch)
+    assert float(loss) == float(want_loss)
+    assert int(calls) == 1
+    assert_same(grads, want)
+    found = by_op(step.lower(state, batch).compile())
+    sizes = sorted(n for c in found.get("all-reduce", []) for n in c.sizes)
+    assert found.keys() <= {"all-reduce"}
+    assert sizes == ([1, 1, 8, 12] if mesh.size > 1 else [])  # the loss and three buckets
+
+
+def test_fifty_steps_leave_the_devices_bit_identical_and_match_one_device(make_mesh):
+    mesh = make_mesh(8, types="auto")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first = nnx.Linear(3, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, axis_name=None, rngs=rngs)
+            self.last = nnx.Linear(8, 2, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.last(nnx.relu(self.norm(self.first(x))))
+
+    def mse(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean((model(batch[0]) - batch[1]) ** 2)
+
+    with jax.numpy_rank_promotion("allow"):  # flax's own broadcasting
+        ddp = wrap(mesh, Net(nnx.Rngs(0)))
+        optimizer = nnx.Optimizer(ddp, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(ddp: Any, optimizer: Any, batch: Any) -> jax.Array:
+            loss, grads = ddp.value_and_grad(mse)(ddp, batch)
+            optimizer.update(ddp, grads)
+            return loss
+
+        losses = [float(step(ddp, optimizer, data(16, i % 4))) for i in range(50)]
+    assert losses[-1] < losses[0]
+    assert_devices_agree(ddp)
+    assert_devices_agree(optimizer)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "jzero.adamw"])
+def test_training_matches_one_device(make_mesh, sharded):
+    mesh = make_mesh(8, types="auto")
+    ddp = wrap(mesh)
+    arguments = {"learning_rate": 0.05, "eps": 1e-3, "weight_decay": 0.01}
+    if sharded:
+        config = jzero.ZeroConfig(mesh=mesh, bucket_mb=34 / MIB)
+        tx = jzero.adamw(**arguments, zero=config)
+    else:
+        tx = optax.adamw(**arguments)
+    optimizer = nnx.Optimizer(ddp.module, tx, wrt=nnx.Param)
+
+    def train(ddp: Any, optimizer: Any, batch: Any) -> jax.Array:
+        loss, grads = ddp.value_and_grad(loss_fn, zero=tx if sharded else None)(ddp, batch)
+        optimizer.update(ddp, grads)
+        return loss
+
+    compiled = nnx.jit(train).lower(ddp, optimizer, data()).compile()
+    found = by_op(compiled)
+    buckets = len(ddp.buckets)
+    assert buckets == 3
+    if sharded:
+        # One reduce-scatter a bucket; what is all-reduced are the loss and the norm's scalars.
+        assert len(found["reduce-scatter"]) == buckets
+        assert sum(n for c in found["all-reduce"] for n in c.sizes) < 8
+    else:
+        assert sorted(n for c in found["all-reduce"] for n in c.sizes) == [1, 1, 8, 12]
+        assert found.keys() == {"all-reduce"}
+
+    model = MLP()
+    reference = nnx.Optimizer(model, optax.adamw(**arguments), wrt=nnx.Param)
+    step = nnx.jit(train)
+    for i in range(5):
+        loss = step(ddp, optimizer, data(16, i))
+        want, grads = nnx.value_and_grad(loss_fn)(model, data(16, i))
+        reference.update(model, grads)
+        assert float(loss) == pytest.approx(float(want), rel=1e-5, abs=1e-5)
+    ours, theirs = by_path(nnx.state(ddp)), by_path(nnx.state(model))
+    for path, x in theirs.items():
+        np.testing.assert_allclose(ours[path], x, rtol=2e-5, atol=1e-6, err_msg=path)
+    assert_devices_agree(ddp)
