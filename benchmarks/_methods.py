@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 
 AXIS = "data"
+WHOLE = P()
 ADAMW: dict[str, Any] = {
     "learning_rate": 1e-3,
     "b1": 0.9,
@@ -32,11 +33,14 @@ ADAMW: dict[str, Any] = {
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A way to train. ``step(params, state, tokens) -> params, state, loss`` is jitted and donates
-    params and state; ``specs`` are the state's."""
+    params and state; ``specs`` are the state's. ``prepare`` turns parameters into what the step
+    takes, of which ``param_specs`` are the specs."""
 
     step: Any
     init: Callable[[Any], Any]
     specs: Any
+    prepare: Callable[[Any], Any] = lambda params: params
+    param_specs: Any = WHOLE
 
 
 def jzero_jit(size: _models.Size, mesh: Mesh) -> Program:
@@ -68,6 +72,36 @@ def jzero_shard_map(size: _models.Size, mesh: Mesh) -> Program:
         local, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs, P())
     )
     return Program(_jitted(step, specs, mesh), tx.init, specs)
+
+
+def lazy(size: _models.Size, mesh: Mesh) -> Program:
+    """Plain jit: the state holds shards of the parameters, the loss gathers them."""
+    zero = jzero.ZeroConfig(
+        axis=AXIS,
+        mesh=mesh,
+        bucket_mb=size.bucket_mb,
+        param_sync="lazy",
+        precision=jzero.Precision(grad_sync=size.dtype),
+    )
+    tx = jzero.adamw(**ADAMW, zero=zero)
+
+    def loss_fn(shards: Any, tokens: Array) -> Array:
+        return _models.loss_fn(size, shards, tokens, jzero.gather_params)
+
+    value_and_grad = jzero.value_and_grad(loss_fn, zero=tx)
+
+    def step(shards: Any, state: Any, tokens: Array) -> Any:
+        loss, grads = value_and_grad(shards, tokens)
+        shards, state = tx.step(grads, state, shards)
+        return shards, state, loss
+
+    prepare = functools.partial(
+        jzero.shard_params, zero=zero, stacked="layers" if size.scanned else None
+    )
+    shards = jax.eval_shape(prepare, _models.shapes(size))
+    specs = jzero.partition_specs(jax.eval_shape(tx.init, shards))
+    param_specs = jzero.partition_specs(shards)
+    return Program(_jitted(step, specs, mesh, param_specs), tx.init, specs, prepare, param_specs)
 
 
 def replicated(size: _models.Size, mesh: Mesh) -> Program:
@@ -111,6 +145,7 @@ def annotated(size: _models.Size, mesh: Mesh) -> Program:
 METHODS: dict[str, Callable[[_models.Size, Mesh], Program]] = {
     "jzero": jzero_jit,
     "jzero in shard_map": jzero_shard_map,
+    "jzero lazy": lazy,
     "replicated": replicated,
     "annotated": annotated,
 }
@@ -121,11 +156,11 @@ def _jzero(size: _models.Size, mesh: Mesh) -> Any:
     return jzero.adamw(**ADAMW, zero=zero)
 
 
-def _jitted(step: Callable[..., Any], specs: Any, mesh: Mesh) -> Any:
+def _jitted(step: Callable[..., Any], specs: Any, mesh: Mesh, param_specs: Any = WHOLE) -> Any:
     def named(specs: Any) -> Any:
         return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
-    shardings = (named(P()), named(specs))
+    shardings = (named(param_specs), named(specs))
     return jax.jit(
         step,
         donate_argnums=(0, 1),

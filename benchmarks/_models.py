@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,10 +90,18 @@ def batch_shape(size: Size, devices: int) -> tuple[int, int]:
     return size.batch * devices, size.length + 1
 
 
-def loss_fn(size: Size, params: Params, tokens: Array) -> Array:
-    """Mean cross-entropy of the next token, over (batch, length + 1) tokens."""
-    x = jnp.take(params["embed"], tokens[:, :-1], axis=0)
-    block = functools.partial(_block, size)
+def loss_fn(
+    size: Size, params: Any, tokens: Array, gather: Callable[[Any], Any] = lambda x: x
+) -> Array:
+    """Mean cross-entropy of the next token, over (batch, length + 1) tokens.
+
+    ``gather``: from a part of ``params``, where it is used, to arrays.
+    """
+    x = jnp.take(gather(params["embed"]), tokens[:, :-1], axis=0)
+
+    def block(x: Array, layer: Any) -> Array:
+        return _block(size, x, gather(layer))
+
     if size.remat:
         block = jax.checkpoint(block)
     if size.scanned:
@@ -100,7 +109,8 @@ def loss_fn(size: Size, params: Params, tokens: Array) -> Array:
     else:
         for layer in params["layers"]:
             x = block(x, layer)
-    logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+    norm, head = gather(params["norm"]), gather(params["head"])
+    logits = (_norm(x, norm) @ head).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 

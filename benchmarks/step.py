@@ -148,13 +148,19 @@ def provenance(argv: Sequence[str] | None, mesh: Mesh) -> dict[str, Any]:
 # ---------------------------------------------------------------- compiling
 
 
+def _each(specs: Any, tree: Any) -> Any:
+    """A spec for every array of ``tree``."""
+    return jax.tree.map(lambda _: specs, tree) if isinstance(specs, P) else specs
+
+
 def compile_program(
     program: _methods.Program, size: _models.Size, mesh: Mesh
 ) -> tuple[Any, dict[str, float]]:
     def struct(x: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    params = jax.tree.map(lambda x: struct(x, P()), _models.shapes(size))
+    params = jax.eval_shape(program.prepare, _models.shapes(size))
+    params = jax.tree.map(struct, params, _each(program.param_specs, params))
     state = jax.tree.map(struct, jax.eval_shape(program.init, params), program.specs)
     shape = _models.batch_shape(size, mesh.size)
     args = (params, state, struct(jax.ShapeDtypeStruct(shape, jnp.int32), P(_methods.AXIS)))
@@ -197,7 +203,7 @@ def run(
 
     def start(program: _methods.Program) -> Any:
         named = jax.tree.map(lambda s: NamedSharding(mesh, s), program.specs)
-        params = init()
+        params = program.prepare(init())
         return params, jax.jit(program.init, out_shardings=named)(params)
 
     carried = {m: start(program) for m, program in programs.items()}

@@ -9,12 +9,17 @@ from jzero._broadcast import first_difference as first_difference
 from jzero._config import Precision as Precision
 from jzero._config import ZeroConfig as ZeroConfig
 from jzero._ddp_step import LocalGrads as LocalGrads
+from jzero._gather import save_except_gathered as save_except_gathered
+from jzero._gather import save_gathered as save_gathered
 from jzero._gradients import accumulate as accumulate
 from jzero._gradients import value_and_grad as value_and_grad
+from jzero._lazy import gather_params as gather_params
+from jzero._lazy import shard_params as shard_params
 from jzero._loss_scale import DynamicLossScale as DynamicLossScale
 from jzero._multi_steps import MultiSteps as MultiSteps
 from jzero._multi_steps import MultiStepsState as MultiStepsState
 from jzero._norms import global_norm as global_norm
+from jzero._shards import ParamShards as ParamShards
 from jzero._state import GradShards as GradShards
 from jzero._state import ZeroState as ZeroState
 from jzero._state import partition_specs as partition_specs
@@ -32,6 +37,7 @@ __all__ = [
     "LocalGrads",
     "MultiSteps",
     "MultiStepsState",
+    "ParamShards",
     "Precision",
     "ZeroConfig",
     "ZeroState",
@@ -42,8 +48,12 @@ __all__ = [
     "checkpoint",
     "distributed",
     "first_difference",
+    "gather_params",
     "global_norm",
     "partition_specs",
+    "save_except_gathered",
+    "save_gathered",
+    "shard_params",
     "value_and_grad",
     "zero",
 ]

@@ -50,6 +50,7 @@ def reduce_scatter(
     axes: Axes,
     codec: Codec,
     owed: frozenset[str] | None = None,
+    shaped: bool = False,
 ) -> Array:
     """Pack one bucket of gradients and sum it over all devices; keep this device's shard.
 
@@ -60,30 +61,39 @@ def reduce_scatter(
       leaves: the bucket's local gradients by path.
       codec: ``codec.grad`` is the dtype on the wire.
       owed: the axes over which a sum is owed, where types cannot say; None: ask them.
+      shaped: a bucket that is one leaf (``bucket.dims``) is scattered in the leaf's shape, which
+        spares a copy of it where flat and shaped arrays lie differently in memory (TPU).
 
     Returns:
-      (shard,) in ``codec.grad``, or float32 where the codec adds in float32.
+      (shard,) in ``codec.grad``, or float32 where the codec adds in float32. Of a stacked bucket:
+      (layers, row_shard), or (row_shard,) of the gradients of one layer.
     """
     grads = {slot.path: leaves[slot.path] for slot in bucket.slots}
     kinds = {path: owed_axes(grad, axes) if owed is None else owed for path, grad in grads.items()}
     owed = frozenset[str]().union(*kinds.values())
     if len(set(kinds.values())) > 1:
         grads = {path: _as_partial(g, owed - kinds[path], axes) for path, g in grads.items()}
-    flat = pack(grads, bucket, codec.grad)
-    if axes.shard not in owed or axes.shards == 1:
-        shard = own_shard(flat, axes)
-    elif codec.wide:
-        rows = flat.reshape(axes.shards, bucket.shard)
-        rows = lax.all_to_all(rows, axes.shard, split_axis=0, concat_axis=0, tiled=True)
-        shard = jnp.sum(rows, axis=0, dtype=jnp.float32)
+    first, at = grads[bucket.slots[0].path], 0
+    if shaped and first.shape == bucket.dims:
+        flat = first.astype(codec.grad)
     else:
-        shard = lax.psum_scatter(flat, axes.shard, scatter_dimension=0, tiled=True)
+        flat = pack(grads, bucket, codec.grad)
+        at = flat.ndim - 1  # 1: all rows of a stacked bucket
+    if axes.shard not in owed or axes.shards == 1:
+        shard = jax.vmap(lambda row: own_shard(row, axes))(flat) if at else own_shard(flat, axes)
+    elif codec.wide:
+        split = (axes.shards, flat.shape[at] // axes.shards)
+        rows = flat.reshape(*flat.shape[:at], *split, *flat.shape[at + 1 :])
+        rows = lax.all_to_all(rows, axes.shard, split_axis=at, concat_axis=at, tiled=True)
+        shard = jnp.sum(rows, axis=at, dtype=jnp.float32)
+    else:
+        shard = lax.psum_scatter(flat, axes.shard, scatter_dimension=at, tiled=True)
         # TPU: XLA makes this an all-reduce and a slice. Without the barrier it fuses the slice
         # into each consumer, and the whole reduced bucket lives until the last of them.
         shard = lax.optimization_barrier(shard)
     if axes.replica is not None and axes.replica in owed:
         shard = _psum(shard, axes.replica, axes.replicas)
-    return shard
+    return shard if at else shard.reshape(-1)
 
 
 def _as_partial(x: Array, missing: frozenset[str], axes: Axes) -> Array:
@@ -100,6 +110,7 @@ def _as_partial(x: Array, missing: frozenset[str], axes: Axes) -> Array:
 
 def own_shard(flat: Array, axes: Axes) -> Array:
     """This device's slice of a replicated (padded,) bucket. No communication."""
+    flat = flat.reshape(-1)
     if axes.shards == 1:
         return vary(flat, axes, (axes.shard,))  # a shard varies over its axis, of any size
     index, shard = lax.axis_index(axes.shard), flat.size // axes.shards
@@ -111,10 +122,11 @@ def own_shard(flat: Array, axes: Axes) -> Array:
 
 
 def all_gather(shard: Array, axes: Axes) -> Array:
-    """The (padded,) bucket of which each device has a (shard,); equal on all devices."""
+    """The (padded,) bucket of which each device has a (shard,); equal on all devices. Or the
+    (layers, row) of a stacked one from (layers, row_shard)."""
     if axes.shards == 1:
         return _alone(shard, axes.shard)
-    return lax.all_gather(shard, axes.shard, tiled=True, to="invarying")
+    return lax.all_gather(shard, axes.shard, axis=shard.ndim - 1, tiled=True, to="invarying")
 
 
 def psum(x: Array, axes: Axes) -> Array:

@@ -100,7 +100,9 @@ class ZeroConfig:
       average: gradients are divided by the devices that contributed (axis x replica axis).
         False: they are summed. A gradient that a plain jit program has already reduced is
         never scaled.
-      param_sync: "eager" all-gathers the updated parameters at the end of the step.
+      param_sync: "eager" all-gathers the updated parameters at the end of the step. "lazy": the
+        training state holds shards of them (``jzero.shard_params``), gathered inside the loss
+        (``jzero.gather_params``).
       precision: a :class:`Precision`.
 
     Raises:
@@ -112,7 +114,7 @@ class ZeroConfig:
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     bucket_mb: float = 100.0
     average: bool = True
-    param_sync: Literal["eager"] = "eager"
+    param_sync: Literal["eager", "lazy"] = "eager"
     precision: Precision = Precision()
 
     def __post_init__(self) -> None:
@@ -150,10 +152,8 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(bucket_mb={self.bucket_mb!r}) must be a positive number of MiB"
             )
-        if self.param_sync != "eager":
-            raise ValueError(
-                f"ZeroConfig(param_sync={self.param_sync!r}) is not supported; use 'eager'"
-            )
+        if self.param_sync not in ("eager", "lazy"):
+            raise ValueError(f"ZeroConfig(param_sync={self.param_sync!r}): use 'eager' or 'lazy'")
         if not isinstance(self.precision, Precision):
             raise ValueError(f"ZeroConfig(precision={self.precision!r}) must be a jzero.Precision")
 

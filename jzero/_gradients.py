@@ -10,6 +10,8 @@ nothing, even if its own mean is 0/0; if all weights are 0 the gradient is 0.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
@@ -22,10 +24,13 @@ from jzero._batch import batch_specs, check_loss, merged
 from jzero._codec import Codec, codec_of
 from jzero._collectives import divide, total, vary
 from jzero._config import ZeroConfig
+from jzero._gather import weighed
 from jzero._layout import path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
-from jzero._pack import Plan, leaf_paths, plan_tree
-from jzero._state import GradShards
+from jzero._pack import Plan, leaf_paths
+from jzero._plans import plan_params
+from jzero._shards import ParamShards
+from jzero._state import GradShards, partition_specs
 from jzero._step import reduce_gradients
 
 __all__ = ["accumulate", "value_and_grad"]
@@ -106,7 +111,8 @@ def accumulate(
       steps: micro-batches.
       sync: "last": no communication in the loop and one reduce-scatter a bucket after it; the
         accumulator is a full-size float32 gradient on each device. "every": a reduce-scatter a
-        bucket in each iteration, into a float32 accumulator of a shard.
+        bucket in each iteration, into a float32 accumulator of a shard; the only one that
+        parameter shards (lazy sync) have.
       has_aux: as for :func:`value_and_grad`; ``aux`` gains a leading dim of ``steps``, and its
         arrays are concatenated along dim 1.
       weighted: as for :func:`value_and_grad`; weights may differ between micro-batches too.
@@ -154,6 +160,11 @@ def accumulate(
     faced = _faced(body, 0, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=1)
 
     def accumulated(params: Any, batches: Any) -> Any:
+        if isinstance(params, ParamShards) and sync == "last":
+            raise ValueError(
+                "sync='last' needs whole parameters: those gathered inside the loss are reduced "
+                "inside it too; pass sync='every'"
+            )
         for path, x in leaf_paths(batches):
             if x is not None and jnp.shape(x)[:1] != (steps,):
                 raise ValueError(
@@ -172,12 +183,13 @@ class _Loss(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """One device's part: weighted loss, weight, aux, and weighted partial gradient by path."""
+    """One device's part: weighted loss, weight, aux, and weighted gradient: partial by path, or,
+    by parameter shards, a shard of its sum over all devices a bucket."""
 
     loss: Array
     weight: Array
     aux: Any
-    grads: dict[str, Array]
+    grads: dict[str, Array] | tuple[Array, ...]
 
 
 class _Work(NamedTuple):
@@ -195,6 +207,8 @@ class _Work(NamedTuple):
 
     def local(self, params: Any) -> Callable[[tuple[Any, ...], int], _Local]:
         """A function of the other arguments and the position of params among them."""
+        if isinstance(params, ParamShards):
+            return functools.partial(self._local_of_shards, params)
         leaves = self.plan.leaves(params)
         trained = {
             path: leaves[path]
@@ -207,28 +221,58 @@ class _Work(NamedTuple):
         def run(others: tuple[Any, ...], position: int) -> _Local:
             def loss_of(trained: dict[str, Array]) -> tuple[Array, Any]:
                 rebuilt = self.plan.rebuild({**leaves, **trained})
-                result = self.loss.fn(*others[:position], rebuilt, *others[position:])
-                value, aux = result if self.loss.has_aux else (result, None)
-                loss, weight = value if self.loss.weighted else (value, None)
-                check_loss(loss, self.loss.has_aux)
-                return loss, (weight, aux)
+                return self._call(rebuilt, others, position)
 
             (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
             loss = vary(loss, self.axes)
             if not self.loss.weighted:
                 return _Local(loss, vary(jnp.float32(1), self.axes), aux, grads)
             weight = vary(jnp.asarray(weight, jnp.float32), self.axes)
-
-            def weighed(x: Array) -> Array:
-                x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-                return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
-
-            return _Local(weighed(loss), weight, aux, jax.tree.map(weighed, grads))
+            grads = jax.tree.map(lambda g: weighed(g, weight), grads)
+            return _Local(weighed(loss, weight), weight, aux, grads)
 
         return run
 
-    def scatter(self, grads: dict[str, Array]) -> GradShards:
+    def _call(
+        self, params: Any, others: tuple[Any, ...], position: int
+    ) -> tuple[Array, tuple[Any, Any]]:
+        result = self.loss.fn(*others[:position], params, *others[position:])
+        value, aux = result if self.loss.has_aux else (result, None)
+        loss, weight = value if self.loss.weighted else (value, None)
+        check_loss(loss, self.loss.has_aux)
+        return loss, (weight, aux)
+
+    def _local_of_shards(
+        self, shards: ParamShards, others: tuple[Any, ...], position: int
+    ) -> _Local:
+        """By probes beside the shards, see [Note: gathered in the loss]."""
+        weight = jnp.float32(1)
+        if self.loss.weighted:
+            # The backward pass needs the weight before the forward pass is done: it is computed
+            # apart, by a copy of the loss of which the compiler keeps only what the weight needs.
+            _, (weight, _) = self._call(shards, others, position)
+            weight = jnp.asarray(weight, jnp.float32)
+        weight = vary(weight, self.axes)
+
+        def probe(shard: Array, codec: Codec) -> Array:
+            zeros = vary(jnp.zeros(shard.shape, codec.state), self.axes, (self.axes.shard,))
+            return zeros + weight.astype(codec.state) if self.loss.weighted else zeros
+
+        probes = tuple(probe(x, c) for x, c in zip(shards.buckets, self.codecs, strict=True))
+
+        def loss_of(probes: tuple[Array, ...]) -> tuple[Array, Any]:
+            probed = dataclasses.replace(shards, probes=probes, weighted=self.loss.weighted)
+            return self._call(probed, others, position)
+
+        (loss, (_, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(probes)
+        loss = vary(loss, self.axes)
+        return _Local(weighed(loss, weight) if self.loss.weighted else loss, weight, aux, grads)
+
+    def scatter(self, grads: dict[str, Array] | tuple[Array, ...]) -> GradShards:
         """Reduce-scatter partial gradients: float32 shards of their sum."""
+        if isinstance(grads, tuple):
+            flat = tuple(g.reshape(-1) for g in grads)
+            return GradShards(flat, self.plan.layout, self.axes.shard)
         codecs, owed = self.codecs, frozenset(self.axes.names)
         shards = reduce_gradients(grads, self.plan.layout, self.axes, codecs, owed)
         wide = tuple(s.astype(c.state) for s, c in zip(shards, codecs, strict=True))
@@ -267,13 +311,18 @@ def _faced(
     def wrapped(*args: Any) -> Any:
         if argnums >= len(args):
             raise ValueError(f"argnums={argnums}, but the function was called with {len(args)}")
-        axes = resolve_axes(config)
-        plan = plan_tree(
-            args[argnums], shards=axes.shards, cap_bytes=config.cap_bytes, groups=groups
-        )
-        work = _Work(loss, plan, axes, config, batch_dim)
+        params, chosen = args[argnums], config
+        if zero is None and isinstance(params, ParamShards):
+            chosen = params.config
+        axes = resolve_axes(chosen)
+        plan = plan_params(params, axes, chosen, groups)
+        work = _Work(loss, plan, axes, chosen, batch_dim)
         specs = tuple(
-            P() if i == argnums else batch_specs(arg, axes, f"argument {i}", batch_dim)
+            partition_specs(params)
+            if i == argnums and isinstance(params, ParamShards)
+            else P()
+            if i == argnums
+            else batch_specs(arg, axes, f"argument {i}", batch_dim)
             for i, arg in enumerate(args)
         )
 

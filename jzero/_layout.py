@@ -10,6 +10,13 @@ Two leaves of 5 and 6 float32 elements on 4 devices, drawn with an alignment of 
               |b b b b b|a a a a a a|0 0 0 0 0|      b comes first: reverse leaf order
     shard     |0      |1      |2      |3      |      4 elements each; leaf a lies on 1 and 2
 
+[Note: stacked layers]
+Leaves whose first dim counts layers that a scan runs one after another may be *stacked*: a bucket
+of ``layers`` rows, each row a bucket of one layer in the sense above, padded and sharded by
+itself, so that one layer's parameters can be gathered alone. ``Slot.offset`` and ``Slot.size``
+count within a row; ``Bucket.size``, ``padded`` and ``shard`` count all rows. A device holds its
+slice of every row, one after another: flat, its shard is (layers * row_shard,).
+
 Nothing here knows which device it runs on, what the values are, or that JAX exists: a layout is
 a pure function of (paths, shapes, dtypes, groups, cap, shards). Sizes are Python integers, so
 no leaf is too large to plan.
@@ -19,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -44,6 +51,8 @@ class Leaf(NamedTuple):
       dtype: name of the dtype, e.g. ``"bfloat16"``.
       itemsize: bytes of one element.
       group: leaves of different groups never share a bucket.
+      block: nor do leaves of different blocks: parts of a model that are gathered apart.
+      layers: rows of a stacked leaf, equal to ``shape[0]``; 0 for a leaf that is not stacked.
     """
 
     path: tuple[PathKey, ...]
@@ -51,10 +60,13 @@ class Leaf(NamedTuple):
     dtype: str
     itemsize: int
     group: str = ""
+    block: str = ""
+    layers: int = 0
 
 
 class Slot(NamedTuple):
-    """Where one leaf lives: ``size`` elements from ``offset`` in bucket number ``bucket``."""
+    """Where one leaf lives: ``size`` elements from ``offset`` in bucket number ``bucket``; of a
+    stacked bucket, in each of its ``layers`` rows."""
 
     path: str
     shape: tuple[int, ...]
@@ -63,11 +75,21 @@ class Slot(NamedTuple):
     bucket: int
     offset: int
     size: int
+    layers: int = 0
+
+    def __repr__(self) -> str:
+        return _repr(self)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of one layer of a stacked leaf; else the leaf's shape."""
+        return self.shape[1:] if self.layers else self.shape
 
 
 class Bucket(NamedTuple):
     """One flat array, number ``number``. ``size`` counts real elements, ``padded`` all of them,
-    ``shard`` a device's slice: ``padded == shard * shards``."""
+    ``shard`` a device's slice: ``padded == shard * shards``. ``layers``: its rows, see [Note:
+    stacked layers]; 0 for a bucket that is not stacked, which is one row."""
 
     number: int
     dtype: str
@@ -77,6 +99,51 @@ class Bucket(NamedTuple):
     size: int
     padded: int
     shard: int
+    layers: int = 0
+
+    def __repr__(self) -> str:
+        return _repr(self)
+
+    @property
+    def rows(self) -> int:
+        return max(1, self.layers)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row, padding included."""
+        return self.padded // self.rows
+
+    @property
+    def row_shard(self) -> int:
+        """Elements of a row on one device."""
+        return self.shard // self.rows
+
+    @property
+    def dims(self) -> tuple[int, ...] | None:
+        """The shape of a row that is one leaf, if the shards split its first dim evenly: then a
+        shard is whole rows of that leaf, and collectives can move it in its own shape."""
+        if len(self.slots) != 1 or self.row != self.slots[0].size:
+            return None
+        shape = self.slots[0].row_shape
+        return shape if len(shape) > 1 and shape[0] % (self.padded // self.shard) == 0 else None
+
+    def runs(self, slot: Slot) -> Iterator[tuple[int, int]]:
+        """Where a slot's elements are, in the leaf's order: (start, count) in a global flat array
+        of the bucket, (padded,) split over the shards, such as an optimizer's state."""
+        for layer in range(self.rows):
+            at, left = slot.offset, slot.size
+            while left:
+                device, column = divmod(at, self.row_shard)
+                count = left if self.rows == 1 else min(left, self.row_shard - column)
+                yield device * self.shard + layer * self.row_shard + column, count
+                at, left = at + count, left - count
+
+
+def _repr(value: Slot | Bucket) -> str:
+    """Fingerprints are made of it: layouts without stacked layers keep the ones they always had."""
+    fields = zip(value._fields, value, strict=True)
+    shown = [f"{name}={x!r}" for name, x in fields if name != "layers" or x]
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 class Layout:
@@ -173,11 +240,11 @@ def plan_layout(
     """Distribute leaves over buckets.
 
     Leaves are taken in reverse order of their paths (integers in a path compare as numbers), so
-    the result does not depend on the order in which they are passed. Each (dtype, group) fills
-    a bucket until the next leaf would take it over the cap, then starts another. A leaf of at
-    least the cap has a bucket of its own and leaves the open one open. A zero-size leaf joins
-    the open bucket. Every bucket is sized to its content, so a large cap costs a small model
-    nothing.
+    the result does not depend on the order in which they are passed. Each (dtype, group, block,
+    layers) fills a bucket until the next leaf would take it over the cap, then starts another. A
+    leaf of at least the cap has a bucket of its own and leaves the open one open. A zero-size leaf
+    joins the open bucket. Of stacked leaves, one layer's bytes count. Every bucket is sized to its
+    content, so a large cap costs a small model nothing.
 
     Args:
       leaves: the trainable arrays.
@@ -187,7 +254,7 @@ def plan_layout(
         bucket by less than 1/16, else ``ALIGNMENT``.
       order: path strings, first to be placed first, instead of the reverse path order. Must
         name each leaf once.
-      first_cap_bytes: a smaller cap of the first bucket of each (dtype, group), so that its
+      first_cap_bytes: a smaller cap of the first bucket of each such key, so that its
         communication starts early. None: ``cap_bytes``.
 
     Returns:
@@ -206,16 +273,16 @@ def plan_layout(
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    # (dtype, group) -> members of the bucket being filled, and their bytes so far.
+    # (dtype, group, block, layers) -> members of the bucket being filled, and their bytes so far.
     members: list[list[tuple[str, Leaf, int]]] = []
-    open_bucket: dict[tuple[str, str], int] = {}
+    open_bucket: dict[tuple[str, str, str, int], int] = {}
     filled: list[int] = []
-    cap_of: dict[tuple[str, str], int] = {}  # of the open bucket; unset before the first
+    cap_of: dict[tuple[str, str, str, int], int] = {}  # of the open bucket; unset before the first
     first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
     for path, leaf in _in_order(list(leaves), order):
-        size = math.prod(leaf.shape)
+        size = math.prod(leaf.shape[1:] if leaf.layers else leaf.shape)
         nbytes = size * leaf.itemsize
-        key = (leaf.dtype, leaf.group)
+        key = (leaf.dtype, leaf.group, leaf.block, leaf.layers)
         index = open_bucket.get(key)
         if nbytes >= cap_bytes:
             index = len(members)
@@ -240,22 +307,26 @@ def _bucket(
     slots: list[Slot] = []
     offset = 0
     for path, leaf, size in content:
-        slots.append(Slot(path, leaf.shape, leaf.dtype, leaf.group, number, offset, size))
+        slots.append(
+            Slot(path, leaf.shape, leaf.dtype, leaf.group, number, offset, size, leaf.layers)
+        )
         offset += size
     if alignment is None:
         alignment = TILE if offset >= 16 * TILE * shards else ALIGNMENT
     # A bucket of zero-size leaves alone still gets one unit, so that no stage meets an empty array.
-    shard = max(1, -(-offset // (shards * alignment))) * alignment
     first = content[0][1]
+    rows = max(1, first.layers)
+    shard = max(1, -(-offset // (shards * alignment))) * alignment * rows
     return Bucket(
         number,
         first.dtype,
         first.itemsize,
         first.group,
         tuple(slots),
-        offset,
+        offset * rows,
         shard * shards,
         shard,
+        first.layers,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
@@ -17,10 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jzero._codec import codec_of
 from jzero._collectives import divide
 from jzero._config import ZeroConfig
+from jzero._homes import Home, home_of
 from jzero._layout import Layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
-from jzero._pack import Plan, differing_slot, plan_tree
+from jzero._pack import Plan, differing_slot
+from jzero._plans import checked_plan, gradient_shards, plan_params
 from jzero._processes import agree, spanned
+from jzero._shards import ParamShards
 from jzero._state import GradShards, ZeroState, partition_specs
 from jzero._step import (
     Operands,
@@ -55,13 +57,15 @@ class Machine:
     compiled: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def plan(self, params: Any, axes: Axes) -> Plan:
-        groups = self.rule.groups
-        return plan_tree(params, shards=axes.shards, cap_bytes=self.config.cap_bytes, groups=groups)
+        if isinstance(params, ParamShards):
+            return checked_plan(params, axes, self.config, self.rule.groups)
+        return plan_params(params, axes, self.config, self.rule.groups)
 
-    def _run(self, layout: Layout, axes: Axes, rule: Rule) -> Run:
+    def _run(self, layout: Layout, home: Home, axes: Axes, rule: Rule) -> Run:
         codecs = tuple(codec_of(bucket, self.config.precision) for bucket in layout.buckets)
         return Run(
             layout=layout,
+            home=home,
             axes=axes,
             rule=rule,
             codecs=codecs,
@@ -75,24 +79,25 @@ class Machine:
             raise ValueError("jzero: init needs params, got None")
         axes = resolve_axes(self.config)
         plan = self.plan(params, axes)
-        run = self._run(plan.layout, axes, self.rule)
-        trainable = _trainable(plan, params)
+        home = home_of(params, plan)
+        run = self._run(plan.layout, home, axes, self.rule)
+        trainable = home.entries(params)
         _refuse_tied(trainable)
         _agree(plan.layout, axes, trainable)
         return on_mesh(
             axes,
             lambda p: init_state(p, run),
-            (P(),),
+            (home.specs(params),),
             state_specs(run),
             trainable,
             cache=self.compiled,
-            key=("init", plan.layout, axes),
+            key=("init", plan.layout, type(home), axes),
         )
 
     def reduce(self, grads: Any, params: Any) -> GradShards:
         axes = resolve_axes(self.config)
         plan = self.plan(params, axes)
-        run = self._run(plan.layout, axes, self.rule)
+        run = self._run(plan.layout, home_of(params, plan), axes, self.rule)
         incoming, specs = _incoming(grads, plan, axes)
         divisor = self._divisor(incoming, axes)
 
@@ -115,8 +120,9 @@ class Machine:
 
     def zero_gradients(self, params: Any) -> GradShards:
         axes = resolve_axes(self.config)
-        layout = self.plan(params, axes).layout
-        run = self._run(layout, axes, self.rule)
+        plan = self.plan(params, axes)
+        layout = plan.layout
+        run = self._run(layout, home_of(params, plan), axes, self.rule)
         return on_mesh(
             axes,
             lambda: GradShards(zero_shards(run), layout, axes.shard),
@@ -164,7 +170,8 @@ class Machine:
         rule = self.rule
         if isinstance(rule, OptaxRule) and extra:
             rule = dataclasses.replace(rule, extra=extra)
-        run = self._run(plan.layout, axes, rule)
+        home = home_of(params, plan)
+        run = self._run(plan.layout, home, axes, rule)
         emit: tuple[Emit, ...] = tuple(
             "update" if face == "update" and codec.master is None else "param"
             for codec in run.codecs
@@ -177,12 +184,12 @@ class Machine:
             _scalar("grad_scale", grad_scale),
         )
         state_specs = partition_specs(state)
-        old = _trainable(plan, params)
+        old, param_specs = home.entries(params), home.specs(params)
         new, new_state = on_mesh(
             axes,
             functools.partial(zero_step, run=run),
-            (grad_specs, state_specs, P(), P()),
-            (P(), state_specs),
+            (grad_specs, state_specs, param_specs, P()),
+            (param_specs, state_specs),
             incoming,
             state,
             old,
@@ -191,6 +198,7 @@ class Machine:
             key=(
                 "step",
                 plan.layout,
+                type(home),
                 axes,
                 emit,
                 divisor,
@@ -198,20 +206,16 @@ class Machine:
                 jax.tree.structure(state),
             ),
         )
+        others = home.others(params)
         if face == "update":
             sent = {
-                slot.path: how
+                key: how
                 for bucket, how in zip(plan.layout.buckets, emit, strict=True)
-                for slot in bucket.slots
+                for key in home.keys(bucket)
             }
             new = {p: x if sent[p] == "update" else _difference(x, old[p]) for p, x in new.items()}
-        leaves = plan.leaves(params)
-        others = {
-            path: leaf if face == "step" else _no_change(path, leaf)
-            for path, leaf in leaves.items()
-            if path not in new
-        }
-        return plan.rebuild({**new, **others}), new_state
+            others = {path: _no_change(path, leaf) for path, leaf in others.items()}
+        return home.rebuild(params, new, others), new_state
 
 
 def _difference(new: Array, old: Array) -> Array:
@@ -233,16 +237,7 @@ def _no_change(path: str, leaf: Any) -> Any:
     return jnp.full_like(leaf, -0.0 if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0)
 
 
-def _trainable(plan: Plan, params: Any) -> dict[str, Array]:
-    leaves = plan.leaves(params)
-    return {
-        path: jnp.asarray(leaves[path]) if isinstance(leaves[path], np.ndarray) else leaves[path]
-        for path, trains in zip(plan.paths, plan.trains, strict=True)
-        if trains
-    }
-
-
-def _agree(layout: Layout, axes: Axes, leaves: dict[str, Any]) -> None:
+def _agree(layout: Layout, axes: Axes, leaves: dict[Any, Any]) -> None:
     """Processes with different models would wait for each other in collectives of other sizes.
 
     Only where the call is one that all processes of the mesh must make anyway: on global arrays,
@@ -256,7 +251,7 @@ def _agree(layout: Layout, axes: Axes, leaves: dict[str, Any]) -> None:
         agree(f"the parameters of {axes.shards} shards", facts, processes=processes)
 
 
-def _refuse_tied(leaves: dict[str, Any]) -> None:
+def _refuse_tied(leaves: dict[Any, Any]) -> None:
     """One array in two places would be counted, clipped and decayed twice, then drift apart.
     Seen where arrays are concrete; a trace does not show that two of its inputs are one."""
     seen: dict[int, str] = {}
@@ -272,6 +267,8 @@ def _refuse_tied(leaves: dict[str, Any]) -> None:
 
 def _incoming(grads: Any, plan: Plan, axes: Axes) -> tuple[dict[str, Array] | GradShards, Any]:
     """Gradients as the step takes them, and their specs."""
+    if isinstance(grads, ParamShards):
+        grads = gradient_shards(grads, axes)
     grads = _unboxed(grads)
     if isinstance(grads, GradShards):
         missing = plan.layout.by_path.keys() - grads.layout.by_path.keys()

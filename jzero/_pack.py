@@ -3,7 +3,8 @@
 [Note: which leaves train]
 A leaf of a floating dtype trains: it has a slot. Integer, bool, PRNG-key and ``None`` leaves, and
 leaves labelled frozen, pass through: they are in no bucket, own no state and come back as the
-very same arrays.
+very same arrays. Where parameters are kept as shards (``param_sync="lazy"``), frozen floating
+leaves are sharded too, in buckets of a layout of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax import Array
 
 from jzero._layout import Bucket, Layout, Leaf, PathKey, Slot, path_string, plan_layout
 
-__all__ = ["Plan", "leaf_paths", "pack", "plan_tree", "unpack"]
+__all__ = ["Plan", "Stacks", "block_of", "leaf_paths", "pack", "plan_tree", "unpack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,16 @@ class Plan:
       treedef: structure of the parameters, ``None`` leaves included.
       paths: path string of every leaf, in leaf order.
       trains: whether the leaf has a slot, in leaf order.
+      frozen: buckets of frozen leaves; without any where parameters are not sharded.
+      stacks: of which stack the leaf is part, or None, in leaf order.
     """
 
     layout: Layout
     treedef: Any
     paths: tuple[str, ...]
     trains: tuple[bool, ...]
+    frozen: Layout
+    stacks: tuple[str | None, ...]
 
     def leaves(self, params: Any) -> dict[str, Any]:
         """The leaves of a tree of the planned structure, by path."""
@@ -90,12 +95,17 @@ class Plan:
         return result
 
 
+Stacks = Callable[[str, Any], str | None]
+"""From a leaf's path and the leaf to the stack that it is part of, or None."""
+
+
 def plan_tree(
     params: Any,
     *,
     shards: int,
     cap_bytes: int,
     groups: Callable[[Any], dict[str, str | None]] | None = None,
+    stacks: Stacks | None = None,
 ) -> Plan:
     """Plan the buckets of a parameter tree.
 
@@ -104,46 +114,98 @@ def plan_tree(
       shards: devices on the shard axis.
       cap_bytes: see :func:`jzero._layout.plan_layout`.
       groups: from ``params`` to a group for every path; None freezes the leaf.
+      stacks: given for parameters that are kept as shards: then no bucket holds leaves of two
+        blocks (:func:`block_of`), and frozen leaves are planned too.
 
     Raises:
       ValueError: a complex leaf, by path; whatever ``groups`` and ``plan_layout`` raise.
       TypeError: a leaf that is not an array, by path.
     """
     group_of = None if groups is None else groups(params)
-    leaves: list[Leaf] = []
-    paths: list[str] = []
+    trained: list[Leaf] = []
+    frozen: list[Leaf] = []
+    found = leaf_paths(params)
+    paths = tuple(path_string(path) for path, _ in found)
     trains: list[bool] = []
-    for path, leaf in leaf_paths(params):
-        name = path_string(path)
-        paths.append(name)
+    stacked: list[str | None] = []
+    root = _common([path for path, _ in found])
+    for (path, leaf), name in zip(found, paths, strict=True):
         group = "" if group_of is None else group_of[name]
-        train = group is not None and _is_trainable(name, leaf)
-        trains.append(train)
-        if train:
+        floating = (group is not None or stacks is not None) and _is_trainable(name, leaf)
+        trains.append(floating and group is not None)
+        stack = None if stacks is None else stacks(name, leaf)
+        stacked.append(stack)
+        if floating:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # numpy's float64 is float32 to JAX
-            leaves.append(Leaf(path, tuple(leaf.shape), dtype.name, dtype.itemsize, group or ""))
-    layout = plan_layout(leaves, shards=shards, cap_bytes=cap_bytes)
-    return Plan(layout, jax.tree.structure(params, is_leaf=_is_none), tuple(paths), tuple(trains))
+            new = Leaf(path, tuple(leaf.shape), dtype.name, dtype.itemsize, group or "")
+            if stack is not None:
+                new = new._replace(block=stack, layers=leaf.shape[0])
+            elif stacks is not None:
+                new = new._replace(block=block_of(path, root))
+            (frozen if group is None else trained).append(new)
+    return Plan(
+        plan_layout(trained, shards=shards, cap_bytes=cap_bytes),
+        jax.tree.structure(params, is_leaf=_is_none),
+        paths,
+        tuple(trains),
+        plan_layout(frozen, shards=shards, cap_bytes=cap_bytes),
+        tuple(stacked),
+    )
+
+
+def block_of(path: Sequence[PathKey], root: int) -> str:
+    """The part of a model that a leaf belongs to, such as one layer: the path up to the first key
+    that is or ends in a number (``layers/3``, ``Block_3``), else up to the first key; ``root``
+    keys, which all paths share, do not count. Buckets of two blocks are gathered apart."""
+    for end, key in enumerate(path[root:-1], root + 1):
+        if isinstance(key, int) or key[-1:].isdigit():
+            return path_string(path[:end])
+    return path_string(path[: root + 1])
+
+
+def _common(paths: Sequence[Sequence[PathKey]]) -> int:
+    """How many keys all paths begin with, the last one of each left out."""
+    count = 0
+    for keys in zip(*(path[:-1] for path in paths), strict=False):
+        if len(set(map(str, keys))) > 1:
+            break
+        count += 1
+    return count
 
 
 def pack(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
-    """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,)."""
+    """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,).
+
+    Of a stacked bucket: (layers, row), or, if the leaves are those of one layer, (row,).
+    """
+    if bucket.layers and leaves[bucket.slots[0].path].shape == bucket.slots[0].shape:
+        return jax.vmap(lambda row: _pack_row(row, bucket, dtype))(
+            {slot.path: leaves[slot.path] for slot in bucket.slots}
+        )
+    return _pack_row(leaves, bucket, dtype)
+
+
+def _pack_row(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
     flat = [leaves[slot.path].reshape(-1) for slot in bucket.slots if slot.size]
     # Laid out in the narrower of the two dtypes: flattening and joining move memory, a cast fuses.
     found = {part.dtype for part in flat}
     own = found.pop() if len(found) == 1 else jnp.dtype(dtype)
     through = own if own.itemsize < jnp.dtype(dtype).itemsize else dtype
     parts = [part.astype(through) for part in flat]
-    if bucket.padded > bucket.size:
-        parts.append(jnp.zeros(bucket.padded - bucket.size, through))
+    padding = (bucket.padded - bucket.size) // bucket.rows
+    if padding:
+        parts.append(jnp.zeros(padding, through))
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).astype(dtype)
 
 
 def unpack(flat: Array, bucket: Bucket) -> dict[str, Array]:
-    """Inverse of :func:`pack`: the leaves of a (padded,) bucket by path, padding dropped."""
+    """Inverse of :func:`pack`: the leaves of a (padded,) bucket, or of a (layers, row) or (row,)
+    of a stacked one, by path, padding dropped."""
+    if flat.ndim > 1:
+        return jax.vmap(lambda row: unpack(row, bucket))(flat)
     return {
         slot.path: jax.lax.slice(flat, (slot.offset,), (slot.offset + slot.size,)).reshape(
-            slot.shape
+            slot.row_shape
         )
         for slot in bucket.slots
     }
@@ -220,4 +282,5 @@ def _is_trainable(path: str, leaf: Any) -> bool:
 def _describe(slot: Slot | None) -> str:
     if slot is None:
         return "absent"
-    return f"{slot.dtype}{list(slot.shape)} in bucket {slot.bucket} at {slot.offset}"
+    stacked = f" ({slot.layers} stacked layers)" if slot.layers else ""
+    return f"{slot.dtype}{list(slot.shape)}{stacked} in bucket {slot.bucket} at {slot.offset}"

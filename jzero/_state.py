@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jzero._layout import Layout
+from jzero._shards import ParamShards, param_specs
 
 __all__ = ["GradShards", "ZeroState", "partition_specs"]
 
@@ -78,11 +79,12 @@ def partition_specs(tree: Any) -> Any:
     """PartitionSpecs for ``in_specs``/``out_specs`` of a ``shard_map``, or for checkpoints.
 
     Args:
-      tree: a :class:`ZeroState`, :class:`GradShards`, or any pytree that contains some, such as
-        the state of an ``optax.chain``; arrays or ``ShapeDtypeStruct``.
+      tree: a :class:`ZeroState`, :class:`GradShards`, :class:`ParamShards`, or any pytree that
+        contains some, such as the state of an ``optax.chain``; arrays or ``ShapeDtypeStruct``.
 
     Returns:
-      The same tree with ``P(axis)`` in place of each sharded array and ``P()`` elsewhere.
+      The same tree with ``P(axis)`` in place of each sharded array (``P(None, axis)`` of a stacked
+      bucket of parameters) and ``P()`` elsewhere.
     """
 
     def specs(node: Any) -> Any:
@@ -100,6 +102,9 @@ def partition_specs(tree: Any) -> Any:
             )
         if isinstance(node, GradShards):
             return jax.tree.map(lambda _: P(node.axis), node)
+        if isinstance(node, ParamShards):
+            return param_specs(node)
         return P()
 
-    return jax.tree.map(specs, tree, is_leaf=lambda x: isinstance(x, (ZeroState, GradShards)))
+    ours = (ZeroState, GradShards, ParamShards)
+    return jax.tree.map(specs, tree, is_leaf=lambda x: isinstance(x, ours))

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._codec import Codec
 from jzero._collectives import all_gather, own_shard, reduce_scatter
+from jzero._homes import Home
 from jzero._layout import Layout
 from jzero._measure import Measured, measure
 from jzero._mesh import Axes
-from jzero._pack import pack, unpack
+from jzero._pack import unpack
 from jzero._state import GradShards, ZeroState
 from jzero._update import Emit, Rule, Scaling
 
@@ -56,6 +57,7 @@ class Run:
 
     Attributes:
       layout: the buckets, equal to the state's.
+      home: where parameters live between steps.
       axes: the resolved mesh axes.
       rule: the update rule.
       codecs: a codec per bucket.
@@ -65,6 +67,7 @@ class Run:
     """
 
     layout: Layout
+    home: Home
     axes: Axes
     rule: Rule
     codecs: tuple[Codec, ...]
@@ -76,30 +79,31 @@ class Run:
 def zero_step(
     grads: dict[str, Array] | GradShards,
     state: ZeroState,
-    params: dict[str, Array],
+    params: dict[Any, Array],
     operands: Operands,
     run: Run,
-) -> tuple[dict[str, Array], ZeroState]:
+) -> tuple[dict[Any, Array], ZeroState]:
     """Reduce, measure, update, gather.
 
     Args:
       grads: a gradient per trainable path, or shards that are reduced already.
       state: this device's state.
-      params: a replicated parameter per trainable path.
+      params: parameters, as ``run.home`` has them: a replicated one per trainable path, or shards.
       operands: replicated scalars.
       run: the static choices.
 
     Returns:
-      What was emitted per path, and the new state. Collectives: one reduce-scatter and one
-      all-gather a bucket over the shard axis, one all-reduce of a shard a bucket over the
-      replica axis, one all-reduce of four scalars.
+      What was emitted, keyed like ``params``, and the new state. Collectives: one reduce-scatter
+      and one all-gather a bucket over the shard axis, one all-reduce of a shard a bucket over the
+      replica axis, one all-reduce of four scalars; only the last where gradients and parameters
+      are shards.
     """
     buckets, axes = run.layout.buckets, run.axes
     grad_shards = reduced(grads, run)
     measured = measure(grad_shards, axes)
     scaling, norm = _scaling(measured, operands, run)
     param_shards = tuple(
-        codec.decode(stored, own_shard(pack(params, bucket, codec.leaf), axes))
+        codec.decode(stored, run.home.take(params, bucket, codec, axes))
         for bucket, codec, stored in zip(buckets, run.codecs, state.master, strict=True)
     )
     updated = run.rule.apply(
@@ -112,9 +116,9 @@ def zero_step(
         run.codecs,
         run.emit,
     )
-    emitted: dict[str, Array] = {}
-    for bucket, shard in zip(buckets, updated.out, strict=True):
-        emitted |= unpack(all_gather(shard, axes), bucket)
+    emitted: dict[Any, Array] = {}
+    for bucket, codec, shard in zip(buckets, run.codecs, updated.out, strict=True):
+        emitted |= run.home.give(shard, bucket, codec, axes)
     advance = scaling.finite.astype(jnp.int32)
     return emitted, ZeroState(
         step=state.step + advance,
@@ -173,10 +177,10 @@ def _scaling(measured: Measured, operands: Operands, run: Run) -> tuple[Scaling,
     return Scaling(run.divisor, factor, finite), norm
 
 
-def init_state(params: dict[str, Array], run: Run) -> ZeroState:
+def init_state(params: dict[Any, Array], run: Run) -> ZeroState:
     """The state before the first step. No communication."""
     shards = tuple(
-        own_shard(pack(params, bucket, codec.leaf), run.axes)
+        run.home.take(params, bucket, codec, run.axes)
         for bucket, codec in zip(run.layout.buckets, run.codecs, strict=True)
     )
     master = tuple(codec.init(shard) for codec, shard in zip(run.codecs, shards, strict=True))

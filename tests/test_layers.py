@@ -39,9 +39,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_ckpt_codec",
         "_spread",
     ),
-    "L2": ("_measure", "_update", "_elementwise", "_loss_scale", "_replicate"),
+    "L2": ("_measure", "_update", "_elementwise", "_loss_scale", "_gather", "_replicate"),
     "L3": (
         "_state",
+        "_shards",
+        "_plans",
+        "_homes",
         "_step",
         "_machine",
         "_broadcast",
@@ -55,6 +58,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L4": (
         "_transform",
         "_gradients",
+        "_lazy",
         "_multi_steps",
         "_norms",
         "ddp",

@@ -1,0 +1,177 @@
+"""Lazy parameter sync: shards as the training state, gathered inside the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jzero._collectives import all_gather, own_shard
+from jzero._config import ZeroConfig
+from jzero._layout import Bucket, path_string
+from jzero._mesh import Axes, on_mesh, resolve_axes
+from jzero._pack import Stacks, leaf_paths, pack, plan_tree, unpack
+from jzero._shards import ParamShards, gather_local, param_specs
+
+__all__ = ["gather_params", "shard_params"]
+
+
+def shard_params(
+    params: Any, *, zero: Any = None, stacked: str | Sequence[str] | None = None
+) -> ParamShards:
+    """Cut parameters into flat shards: the training state of lazy parameter sync (ZeRO-3).
+
+    Each device keeps 1/shards of every bucket, in the parameters' dtype. The shards go to
+    ``tx.init``, ``tx.step`` and ``tx.update`` where parameters would, and to
+    ``jzero.value_and_grad``, whose loss gathers them with :func:`gather_params`. A bucket holds
+    leaves of one block only, such as one layer: the path up to the first key that is or ends in a
+    number, else up to its first key; so that a layer is gathered without its neighbours.
+
+    Frozen leaves are sharded too, and gathered, but never reduced. Integers, bools, PRNG keys and
+    ``None`` stay as they are.
+
+    Args:
+      params: a pytree of arrays; traced (then replicated) or not.
+      zero: a :class:`ZeroConfig`, or the transformation that will step, which is needed where it
+        has labels or a mask, for they shape the buckets too. None: ``ZeroConfig()``.
+      stacked: path prefixes such as ``"layers"`` (or ``"decoder/layers"``) of subtrees whose leaves
+        have one leading dim of layers, to be scanned: each layer is padded and sharded by itself,
+        and a scan over that part of the shards gathers one layer at a time.
+
+    Returns:
+      :class:`ParamShards`. No communication.
+
+    Raises:
+      ValueError: a prefix without leaves; leaves below it whose leading dims differ, by path;
+        shards instead of parameters; no mesh.
+    """
+    if isinstance(params, ParamShards):
+        raise ValueError("shard_params got shards; pass the parameters, or use the shards as are")
+    config, groups = _config_and_groups(zero)
+    axes = resolve_axes(config)
+    plan = plan_tree(
+        params,
+        shards=axes.shards,
+        cap_bytes=config.cap_bytes,
+        groups=groups,
+        stacks=_stacks(params, stacked),
+    )
+    slotted = plan.layout.by_path.keys() | plan.frozen.by_path.keys()
+    leaves = plan.leaves(params)
+    floats = {path: jnp.asarray(x) for path, x in leaves.items() if path in slotted}
+    others = tuple(x for path, x in leaves.items() if path not in slotted)
+
+    def body(floats: dict[str, Array], others: tuple[Any, ...]) -> ParamShards:
+        def cut(buckets: Sequence[Bucket]) -> tuple[Array, ...]:
+            return tuple(_cut(floats, bucket, axes) for bucket in buckets)
+
+        buckets, frozen = cut(plan.layout.buckets), cut(plan.frozen.buckets)
+        return ParamShards(buckets, frozen, others, None, plan, config)
+
+    like = ParamShards(
+        (jnp.zeros(0),) * len(plan.layout.buckets),
+        (jnp.zeros(0),) * len(plan.frozen.buckets),
+        others,
+        None,
+        plan,
+        config,
+    )
+    return on_mesh(axes, body, (jax.P(), jax.P()), param_specs(like), floats, others)
+
+
+def gather_params(shards: ParamShards) -> Any:
+    """The parameters that shards (or a part of them: ``shards["layers"]``) stand for.
+
+    Inside the loss of ``jzero.value_and_grad``, or inside the user's ``shard_map``: one all-gather
+    a bucket over the axis, in the dtype of ``Precision.param_sync`` (frozen leaves: their own).
+    Its transpose is one reduce-scatter a bucket in the dtype of ``grad_sync``, and one all-reduce
+    of the shard over the replica axis, wherever autodiff has finished with the bucket: inside the
+    backward loop of a scan. There the gradient is divided by the number of devices if ``average``;
+    differentiated by the user (``jax.grad`` by shards), it comes back in the parameters' dtype,
+    where ``jzero.value_and_grad`` keeps float32. Call it once for a subtree, where it is used: two
+    calls gather and reduce twice.
+
+    What lives until the backward pass is decided by ``jax.checkpoint`` around the function that
+    gathers: without a policy, or with :func:`save_except_gathered`, it gathers again; with
+    :func:`save_gathered` it keeps the gathered parameters. Without ``jax.checkpoint`` they are
+    kept.
+
+    Outside of a ``shard_map``: the whole parameters, replicated, for evaluation and export.
+
+    Args:
+      shards: of :func:`shard_params`; in the body of a scan, those of one layer.
+
+    Returns:
+      The tree that was cut, or the part of it: same structure, shapes and dtypes.
+    """
+    if not isinstance(shards, ParamShards):
+        raise ValueError(
+            f"gather_params needs what shard_params returned, got {type(shards).__name__}"
+        )
+    axes = resolve_axes(shards.config)
+    return gather_local(shards, axes) if axes.manual else _whole(shards)
+
+
+@jax.jit
+def _whole(shards: ParamShards) -> Any:
+    axes = resolve_axes(shards.config)
+    plan = shards.plan
+
+    def body(shards: ParamShards) -> dict[str, Array]:
+        leaves: dict[str, Array] = {}
+        for layout, arrays in ((plan.layout, shards.buckets), (plan.frozen, shards.frozen)):
+            for bucket, shard in zip(layout.buckets, arrays, strict=True):
+                leaves |= unpack(all_gather(shard, axes), bucket)
+        return leaves
+
+    return shards.rebuilt(on_mesh(axes, body, (param_specs(shards),), jax.P(), shards))
+
+
+def _cut(leaves: dict[str, Array], bucket: Bucket, axes: Axes) -> Array:
+    flat = pack(leaves, bucket, bucket.dtype)
+    if not bucket.layers:
+        return own_shard(flat, axes)
+    return jax.vmap(lambda row: own_shard(row, axes))(flat)
+
+
+def _stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
+    """Of which declared stack a leaf is part, checked."""
+    prefixes = [stacked] if isinstance(stacked, str) else list(stacked or ())
+    layers: dict[str, tuple[str, Any]] = {}
+
+    def stack(path: str, leaf: Any) -> str | None:
+        found = [p for p in prefixes if path == p or path.startswith(f"{p}/")]
+        if not found or leaf is None:
+            return None
+        (prefix, *more), shape = found, jnp.shape(leaf)
+        if more:
+            raise ValueError(f"stacked={found} both cover {path!r}; name the outer one alone")
+        first, count = layers.setdefault(prefix, (path, shape[:1]))
+        if shape[:1] != count or count in ((), (0,)):
+            raise ValueError(
+                f"stacked={prefix!r}: {path!r} has shape {shape} and {first!r} a leading dim of "
+                f"{count}; every leaf of a stack needs the same leading dim of layers, at least 1"
+            )
+        return prefix
+
+    for path, leaf in leaf_paths(params):
+        stack(path_string(path), leaf)
+    missing = sorted(set(prefixes) - layers.keys())
+    if missing:
+        names = sorted({path_string(path[:1]) for path, _ in leaf_paths(params)})
+        raise ValueError(f"stacked={missing} name no subtree of params, which has {names[:10]}")
+    return stack
+
+
+def _config_and_groups(zero: Any) -> tuple[ZeroConfig, Any]:
+    if zero is None:
+        return ZeroConfig(param_sync="lazy"), None
+    if isinstance(zero, ZeroConfig):
+        return zero, None
+    config, groups = getattr(zero, "config", None), getattr(zero, "groups", None)
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(f"zero={zero!r} must be a jzero.ZeroConfig, or made by jzero.adamw")
+    return config, groups
