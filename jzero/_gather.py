@@ -60,7 +60,7 @@ def gather(how: Gather, shard: Array, probe: Array | None) -> dict[str, Array]:
     """The bucket's leaves by path, equal on all devices and typed as varying over them.
 
     Args:
-      shard: (row_shard,), of one row; or all (layers, row_shard) of a stacked bucket.
+      shard: (shard,); of a stacked bucket in its form (``Bucket.form``), or one layer of that.
       probe: float32, like ``shard``; or None.
     """
     if not how.trains:
@@ -84,9 +84,12 @@ def _backward(how: Gather, residuals: Any, grads: dict[str, Array]) -> tuple[Any
         grads = {path: weighed(grad, weight) for path, grad in grads.items()}
     owed = frozenset(how.axes.names)
     shard = reduce_scatter(grads, how.bucket, how.axes, how.codec, owed, shaped=True)
-    if probed is not None:
-        return None, shard.astype(how.codec.state)
     shard = shard.astype(how.codec.state)
+    if how.bucket.layers:
+        form = how.bucket.form(how.bucket.shard)
+        shard = shard.reshape(form if shard.ndim > 1 else form[1:])
+    if probed is not None:
+        return None, shard
     if how.average and how.axes.size > 1:
         shard = divide(shard, how.axes.size)
     return shard.astype(how.codec.leaf), None
@@ -104,11 +107,12 @@ def weighed(grad: Array, weight: Array) -> Array:
 def _gathered(how: Gather, shard: Array) -> dict[str, Array]:
     bucket, axes = how.bucket, how.axes
     wire = vary(shard.astype(how.codec.sync if how.trains else how.codec.leaf), axes)
-    one_layer = wire.ndim == 1
-    shaped = one_layer and bucket.dims is not None
-    if shaped:
-        assert bucket.dims is not None
+    one_layer, shaped = wire.ndim < 3, False
+    if one_layer and bucket.dims is not None:
+        shaped = True
         wire = wire.reshape(bucket.dims[0] // axes.shards, *bucket.dims[1:])
+    else:
+        wire = wire.reshape(-1) if one_layer else wire.reshape(bucket.layers, -1)
     if axes.shards > 1:
         wire = lax.all_gather(wire, axes.shard, axis=0 if one_layer else 1, tiled=True)
     leaves = _unpack_p.bind(wire, bucket=bucket, leaf=how.codec.leaf, shaped=shaped)

@@ -109,7 +109,7 @@ class Sharded:
         return entries[bucket.number].reshape(-1)
 
     def give(self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes) -> dict[Any, Array]:
-        return {bucket.number: shard.reshape(bucket.layers, -1) if bucket.layers else shard}
+        return {bucket.number: shard.reshape(bucket.form(shard.size))}
 
     def others(self, params: ParamShards) -> dict[Any, Any]:
         paths, frozen = params.other_paths(), params.plan.frozen.buckets

@@ -118,6 +118,14 @@ class Bucket(NamedTuple):
         """Elements of a row on one device."""
         return self.shard // self.rows
 
+    def form(self, elements: int) -> tuple[int, ...]:
+        """The shape in which so many elements of it, a shard or all, are kept as parameters:
+        flat, or stacked (layers, rows of ALIGNMENT, ALIGNMENT), which is the same order. A layer
+        is then contiguous on a TPU, and flattening moves nothing."""
+        if not self.layers:
+            return (elements,)
+        return (self.layers, elements // self.layers // ALIGNMENT, ALIGNMENT)
+
     @property
     def dims(self) -> tuple[int, ...] | None:
         """The shape of a row that is one leaf, if the shards split its first dim evenly: then a

@@ -124,7 +124,8 @@ def _whole(shards: ParamShards) -> Any:
         leaves: dict[str, Array] = {}
         for layout, arrays in ((plan.layout, shards.buckets), (plan.frozen, shards.frozen)):
             for bucket, shard in zip(layout.buckets, arrays, strict=True):
-                leaves |= unpack(all_gather(shard, axes), bucket)
+                rows = shard.reshape(bucket.layers, -1) if bucket.layers else shard
+                leaves |= unpack(all_gather(rows, axes), bucket)
         return leaves
 
     return shards.rebuilt(on_mesh(axes, body, (param_specs(shards),), jax.P(), shards))
@@ -134,7 +135,8 @@ def _cut(leaves: dict[str, Array], bucket: Bucket, axes: Axes) -> Array:
     flat = pack(leaves, bucket, bucket.dtype)
     if not bucket.layers:
         return own_shard(flat, axes)
-    return jax.vmap(lambda row: own_shard(row, axes))(flat)
+    shard = jax.vmap(lambda row: own_shard(row, axes))(flat)
+    return shard.reshape(bucket.form(shard.size))
 
 
 def _stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:

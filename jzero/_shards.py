@@ -33,7 +33,7 @@ class ParamShards:
     the body sees the shards of one layer.
 
     Outside ``shard_map`` a bucket is global: (padded,), sharded ``P(axis)``, or, stacked,
-    (layers, row), sharded ``P(None, axis)``. Inside, it is this device's part.
+    (layers, row / 128, 128), sharded ``P(None, axis)``. Inside, it is this device's part.
 
     Attributes:
       buckets: of trained leaves, in their own dtype.

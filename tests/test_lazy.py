@@ -1,23 +1,17 @@
 """Lazy sync: shards are the training state, gathered in the loss; equal to optax on one device."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from support import (
     assert_bits,
     assert_close,
     batch,
-    batch_axes,
-    by_op,
     config_for,
-    loss_fn,
-    model,
     replicated,
     split,
     train,
@@ -25,7 +19,6 @@ from support import (
 )
 
 import jzero
-from jzero._layout import Leaf, plan_layout
 
 P = jax.P
 LAYERS = 3
@@ -33,7 +26,7 @@ BATCHES = [batch(i) for i in range(3)]
 
 
 def deep(stacked: bool = True, dtype=jnp.float32):
-    """A network of equal layers, in one leaf a kernel or in a list, and leaves that do not train."""
+    """A network of equal layers, in one leaf a kernel or in a list."""
     rng = np.random.default_rng(7)
 
     def draw(*shape: int):
@@ -45,7 +38,7 @@ def deep(stacked: bool = True, dtype=jnp.float32):
         "first": {"kernel": draw(6, 8)},
         "layers": layers
         if stacked
-        else [jax.tree.map(lambda x: x[i], layers) for i in range(LAYERS)],
+        else [{k: x[i] for k, x in layers.items()} for i in range(LAYERS)],
         "last": draw(8, 5),
     }
 
@@ -128,9 +121,7 @@ def test_equal_to_optax_and_to_eager(make_mesh, shape, stacked: bool):
     assert float(state.grad_norm) > 0.5  # it clips
 
     want, _ = train_optax(
-        optax.chain(
-            optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 0, 9))
-        ),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 0, 9))),
         params,
         BATCHES,
         deep_loss,
