@@ -242,8 +242,10 @@ def _agree(layout: Layout, axes: Axes, leaves: dict[Any, Any]) -> None:
 
     Only where the call is one that all processes of the mesh must make anyway: on global arrays,
     outside of a trace (which a process that has a compiled program does not repeat)."""
+    if any(isinstance(x, Tracer) for x in leaves.values()):
+        return  # and the mesh may be of a topology that is only compiled for
     processes = spanned(axes.mesh)
-    if len(processes) > 1 and not any(isinstance(x, Tracer) for x in leaves.values()):
+    if len(processes) > 1:
         facts = {
             slot.path: f"{slot.dtype}{list(slot.shape)} in bucket {slot.bucket} at {slot.offset}"
             for slot in layout.slots

@@ -1,5 +1,6 @@
 """Lazy sync: shards are the training state, gathered in the loss; equal to optax on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from support import (
     assert_bits,
     assert_close,
     batch,
+    batch_axes,
+    by_op,
     config_for,
     replicated,
     split,
@@ -158,3 +162,269 @@ def test_round_trip(make_mesh):
                 if s.device == device
             )
             assert held == sum(bucket.shard for bucket in shards.layout.buckets)
+
+
+# ---------------------------------------------------------------- ways to use it
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_in_the_users_shard_map(make_mesh, check_vma: bool, kind: str):
+    """By jax.grad, whose gradient comes in the form of the shards, and by value_and_grad."""
+    mesh, params = make_mesh((2, 2), types=kind), deep()
+    tx = jzero.adamw(1e-2, clip_norm=0.5, zero=lazy_config(mesh))
+    shards = shard(params, tx, mesh, True)
+    state = tx.init(shards)
+    specs = jzero.partition_specs((shards, state))
+
+    def by_grad(shards, state, data):
+        return tx.step(jax.grad(rematted)(shards, data), state, shards)
+
+    def by_value_and_grad(shards, state, data):
+        _, grads = jzero.value_and_grad(rematted, zero=tx)(shards, data)
+        return tx.step(grads, state, shards)
+
+    want, _ = train_optax(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), params, BATCHES, deep_loss
+    )
+    for step in (by_grad, by_value_and_grad):
+        mapped = jax.jit(
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(*specs, batch_axes(mesh)),
+                out_specs=specs,
+                check_vma=check_vma,
+            )
+        )
+        new = shards, state
+        for data in BATCHES:
+            new = mapped(*new, split(data, mesh))
+        assert_close(jzero.gather_params(new[0]), want, 5e-6)
+
+
+def test_plain_jit_without_value_and_grad(make_mesh):
+    """Outside of a shard_map the whole parameters come back, and XLA reduces the gradient."""
+    mesh, params = make_mesh(4), deep()
+    tx = jzero.adamw(1e-2, zero=lazy_config(mesh))
+    shards = shard(params, tx, mesh, True)
+    state = tx.init(shards)
+
+    @jax.jit
+    def step(shards, state, data):
+        grads = jax.grad(lambda s: deep_loss(jzero.gather_params(s), data))(shards)
+        return tx.step(grads, state, shards)
+
+    for data in BATCHES:
+        shards, state = step(shards, state, split(data, mesh))
+    want, _ = train_optax(optax.adamw(1e-2), params, BATCHES, deep_loss)
+    assert_close(jzero.gather_params(shards), want, 5e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "make", [jzero.adamw, lambda lr, zero: jzero.zero(optax.lion(lr), zero=zero)]
+)
+def test_the_optax_face_and_master_parameters(make_mesh, make, dtype: str):
+    """``update`` and ``apply_updates`` give the parameters of ``step``, and of eager sync."""
+    mesh, params = make_mesh(4), deep(dtype=dtype)
+    tx, eager = make(1e-2, zero=lazy_config(mesh)), make(1e-2, zero=config_for(mesh))
+    shards = shard(params, tx, mesh, True)
+    state = tx.init(shards)
+    value_and_grad = jzero.value_and_grad(lazy_loss, zero=tx)
+
+    @jax.jit
+    def both(shards, state, data):
+        _, grads = value_and_grad(shards, data)
+        updates, _ = tx.update(grads, state, shards)
+        return tx.step(grads, state, shards), optax.apply_updates(shards, updates), grads
+
+    for data in BATCHES[:2]:
+        (stepped, state), applied, grads = both(shards, state, split(data, mesh))
+        assert_bits(applied, stepped)
+        shards = stepped
+    assert {x.dtype for x in grads.buckets} == {jnp.dtype("float32")}
+    assert grads.layout == shards.layout == state.layout == tx.layout(shards)
+    want, _ = train("plain", eager, mesh, params, BATCHES[:2], deep_loss)
+    assert_close(jzero.gather_params(shards), want, 2e-6 if dtype == "float32" else 2**-7)
+
+
+def test_accumulated_into_shards(make_mesh):
+    mesh, params, steps = make_mesh((2, 2)), deep(), 4
+    tx = jzero.adamw(1e-2, zero=lazy_config(mesh))
+    shards = shard(params, tx, mesh, True)
+    batches = jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), BATCHES[0])
+    compiled = (
+        jax.jit(jzero.accumulate(rematted, steps=steps, sync="every", zero=tx))
+        .lower(shards, batches)
+        .compile()
+    )
+    _, grads = compiled(
+        *jax.device_put(
+            (shards, batches),
+            (
+                jax.tree.map(lambda x: x.sharding, shards),
+                NamedSharding(mesh, P(None, ("replica", "data"))),
+            ),
+        )
+    )
+    _, whole = jzero.value_and_grad(lazy_loss, zero=tx)(shards, split(BATCHES[0], mesh))
+    for a, b in zip(grads.buckets, whole.buckets, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    # A reduce-scatter a bucket in the loop over micro-batches, none after it.
+    assert "reduce-scatter" not in compiled.as_text().split("\nENTRY ")[1]
+    with pytest.raises(ValueError, match="sync='every'"):
+        jzero.accumulate(lazy_loss, steps=steps, zero=tx)(shards, batches)
+
+
+def test_weights(make_mesh):
+    """Parts of unequal weight, one of them empty: its mean is 0/0 and counts nothing."""
+    mesh, params = make_mesh(4), deep()
+    eager, tx = (jzero.adamw(1e-2, zero=c(mesh)) for c in (config_for, lazy_config))
+    weights = jnp.arange(48) % 3 * (jnp.arange(48) >= 12)  # the first device has none
+
+    def weighted(params, data, gather=lambda x: x):
+        x, y, w = data
+        total = w.sum()
+        p = gather(params["first"])["kernel"], gather(params["last"])
+        out = jnp.tanh(x @ p[0]) @ p[1]
+        return (((out - y) ** 2).mean(-1) * w).sum() / total, total
+
+    data = split((*BATCHES[0], weights.astype(jnp.float32)), mesh)
+    want_loss, want = jzero.value_and_grad(weighted, weighted=True, zero=eager)(
+        replicated(params, mesh), data
+    )
+    shards = shard(params, tx, mesh, True)
+    loss, grads = jzero.value_and_grad(
+        functools.partial(weighted, gather=jzero.gather_params), weighted=True, zero=tx
+    )(shards, data)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    for zero, have in ((eager, want), (tx, grads)):
+        assert np.isfinite(jzero.global_norm(have, zero=zero.config))
+    moved, _ = tx.step(grads, tx.init(shards), shards)
+    wanted, _ = eager.step(want, eager.init(replicated(params, mesh)), replicated(params, mesh))
+    assert_close(jzero.gather_params(moved), wanted, 1e-5)
+
+
+def test_a_bad_gradient_changes_nothing(make_mesh):
+    mesh, params = make_mesh(4), deep()
+    tx = jzero.adamw(1e-2, zero=lazy_config(mesh))
+    shards = shard(params, tx, mesh, True)
+    state = tx.init(shards)
+    x, y = BATCHES[0]
+    _, grads = jzero.value_and_grad(lazy_loss, zero=tx)(
+        shards, split((x.at[-1, 0].set(jnp.inf), y), mesh)
+    )
+    new, after = tx.step(grads, state, shards)
+    assert_bits(new, shards)
+    assert_bits(after.inner, state.inner)
+    assert (int(after.skipped), int(after.step), bool(after.finite)) == (1, 0, False)
+
+
+# ---------------------------------------------------------------- groups, frozen leaves
+
+
+def test_adapters_of_a_frozen_model(make_mesh):
+    """LoRA: the base is sharded and gathered, and never reduced; adapters decay or not."""
+    mesh = make_mesh(4)
+    base = deep()
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(size=(LAYERS, 8, 2)), rng.normal(size=(LAYERS, 2, 8))
+    params = {**base, "layers": {**base["layers"], "a": jnp.float32(a), "b": jnp.float32(b)}}
+
+    def label(path):
+        return "adapter" if path in ("layers/a", "layers/b") else "frozen"
+
+    def loss(params, data, gather=lambda x: x):
+        def adapted(p):
+            if not isinstance(p, dict) or "a" not in p:
+                return p
+            return {**p, "kernel": p["kernel"] + p["a"] @ p["b"]}
+
+        return deep_loss(params, data, lambda part: adapted(gather(part)))
+
+    options = {
+        "param_labels": label,
+        "overrides": {"adapter": {"learning_rate": 1e-3}},
+        "mask": lambda params: jax.tree.map_with_path(lambda path, _: path[-1].key == "a", params),
+        "weight_decay": 0.1,
+    }
+    tx = jzero.adamw(1e-2, **options, zero=lazy_config(mesh, bucket_mb=1.0))
+    shards, state = train_lazy(
+        tx, mesh, params, BATCHES, functools.partial(loss, gather=jzero.gather_params), True
+    )
+    assert len(shards.layout.buckets) == 2  # with and without decay
+    assert len(shards.plan.frozen.buckets) == 3
+    assert state.layout == shards.layout
+    have = jzero.gather_params(shards)
+    assert_bits({**have, "layers": None}, {**params, "layers": None})
+    assert_bits(have["layers"]["kernel"], params["layers"]["kernel"])
+    eager = jzero.adamw(1e-2, **options, zero=config_for(mesh))
+    want, _ = train("plain", eager, mesh, params, BATCHES, loss)
+    assert_close(have, want, 1e-6)
+
+    updates, _ = jax.jit(tx.update)(
+        jax.tree.map(jnp.zeros_like, tx.zero_gradients(shards)), state, shards
+    )
+    assert_bits(optax.apply_updates(shards, updates).frozen, shards.frozen)
+
+    step = jax.jit(
+        jzero.value_and_grad(functools.partial(loss, gather=jzero.gather_params), zero=tx)
+    )
+    found = by_op(step.lower(shards, split(BATCHES[0], mesh)).compile())
+    assert len(found["reduce-scatter"]) == 2
+    adapters = {c.sizes for c in found["reduce-scatter"]}
+    assert adapters == {(b.row_shard,) for b in shards.layout.buckets}
+
+
+def test_indexed_like_the_parameters(make_mesh):
+    mesh, params = make_mesh(2), deep(stacked=False)
+    shards = jzero.shard_params(params, zero=lazy_config(mesh))
+    assert len(shards["layers"]) == LAYERS
+    assert list(shards) == sorted(params)
+    for part, layer in zip(shards["layers"], params["layers"], strict=True):
+        assert_bits(jzero.gather_params(part), layer)
+    assert_bits(
+        jzero.gather_params(shards.select(lambda p: {"x": p["last"], "y": p["layers"][1]})),
+        {"x": params["last"], "y": params["layers"][1]},
+    )
+    # No bucket of one layer holds anything of another.
+    for bucket in shards.layout.buckets:
+        assert len({slot.path.rsplit("/", 1)[0] for slot in bucket.slots}) == 1
+    with pytest.raises(KeyError):
+        shards["nothing"]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda p, m: jzero.shard_params(p, zero=m, stacked="layer"), "'layer'.*name no subtree"),
+        (
+            lambda p, m: jzero.shard_params(
+                {"s": {"a": jnp.ones((2, 3)), "b": jnp.ones(3)}}, zero=m, stacked="s"
+            ),
+            r"'s/b' has shape \(3,\).*leading dim",
+        ),
+        (lambda p, m: jzero.shard_params(jzero.shard_params(p, zero=m), zero=m), "got shards"),
+        (lambda p, m: jzero.gather_params(p), "gather_params needs.*got dict"),
+        (
+            lambda p, m: jzero.adamw(1e-3, zero=m).init(jzero.shard_params(p, zero=m)["layers"]),
+            "a part of what shard_params returned",
+        ),
+        (
+            lambda p, m: jzero.adamw(1e-3, param_labels=lambda path: path, zero=m).init(
+                jzero.shard_params(p, zero=m)
+            ),
+            r"shard_params\(params, zero=tx\)",
+        ),
+        (
+            lambda p, m: jzero.adamw(1e-3, zero=dataclasses.replace(m, bucket_mb=1.0)).init(
+                jzero.shard_params(p, zero=m)
+            ),
+            "bucket_mb=0.00048828125, and this is configured with bucket_mb=1.0",
+        ),
+    ],
+)
+def test_errors(make_mesh, call, text: str):
+    with pytest.raises(ValueError, match=text):
+        call(deep(), lazy_config(make_mesh(2)))
