@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero._collectives import after
 from jzero._config import ZeroConfig
 from jzero._layout import Layout, Leaf, path_string, plan_layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
@@ -51,11 +52,15 @@ def broadcast(tree: Any, *, zero: ZeroConfig | None = None) -> Any:
 
     def body(local: dict[str, Array]) -> dict[str, Array]:
         received: dict[str, Array] = {}
+        before: Array | None = None
         for bucket in layout.buckets:
             dtype = jnp.dtype(bucket.dtype)
             words = _to_words(pack(local, bucket, dtype))
-            words = lax.psum(jnp.where(_is_first(axes), words, jnp.zeros_like(words)), axes.names)
-            received |= unpack(_from_words(words, dtype), bucket)
+            words = jnp.where(_is_first(axes), words, jnp.zeros_like(words))
+            if before is not None:
+                words = after(words, before)
+            before = lax.psum(words, axes.names)
+            received |= unpack(_from_words(before, dtype), bucket)
         return received
 
     def run(local: dict[str, Array]) -> dict[str, Array]:

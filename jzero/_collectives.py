@@ -28,7 +28,17 @@ from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import pack
 
-__all__ = ["all_gather", "divide", "mean", "own_shard", "psum", "reduce_scatter", "total", "vary"]
+__all__ = [
+    "after",
+    "all_gather",
+    "divide",
+    "mean",
+    "own_shard",
+    "psum",
+    "reduce_scatter",
+    "total",
+    "vary",
+]
 
 
 def typed(axis: str) -> bool:
@@ -148,6 +158,23 @@ def divide(x: Array, n: Array | int) -> Array:
     """
     n = jnp.asarray(n, x.dtype)
     return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), n)
+
+
+def after(x: Array, before: Array) -> Array:
+    """``x``, which the compiler must believe to depend on ``before``.
+
+    [Note: buckets in order] XLA merges all-reduces that do not depend on each other; on CPU and
+    GPU it made one of all of them, after the backward pass. A bucket that depends on the one
+    before it stays apart, and the two leave in order. No number is both NaN and equal to itself,
+    but no compiler simplifies that; ``lax.optimization_barrier`` is gone, on jax 0.10.2, before
+    all-reduces are merged.
+    """
+    element = before.reshape(-1)[0]
+    number = element
+    if not jnp.issubdtype(element.dtype, jnp.floating):
+        number = lax.bitcast_convert_type(element.astype(jnp.uint32), jnp.float32)
+    never = (number != number) & (number == number)
+    return jnp.where(never, element.astype(x.dtype), x)
 
 
 def total(x: Array, axes: Axes) -> Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jzero._collectives import divide, total, vary
+from jzero._collectives import after, divide, total, vary
 from jzero._config import ZeroConfig
 from jzero._layout import Bucket, Layout, Leaf, PathKey, plan_layout
 from jzero._mesh import Axes
@@ -159,13 +159,14 @@ def _keys(path: str) -> tuple[PathKey, ...]:
 
 
 def production_order(facts: Mapping[str, Fact]) -> list[str]:
-    """Paths by when their gradients are there; those of one moment, as of one loop, in reverse."""
+    """Paths by when their gradients are there; those of one moment, as of one loop, in reverse.
+    Zeros, for which nobody waits, come last."""
     canonical = [
         [(0, key, "") if isinstance(key, int) else (1, 0, key) for key in _keys(path)]
         for path in facts
     ]
     by_path = [path for _, path in sorted(zip(canonical, facts, strict=True), reverse=True)]
-    return sorted(by_path, key=lambda path: facts[path].when)
+    return sorted(by_path, key=lambda p: (True, ()) if facts[p].zero else (False, facts[p].when))
 
 
 def all_reduced(
@@ -181,14 +182,19 @@ def all_reduced(
         for path, x in trained.items()
         if path not in layout.by_path
     }
+    before: Array | None = None
     for bucket in layout.buckets:
-        for path, x in _reduced_bucket(grads, bucket, options, axes).items():
-            result[path] = x.astype(bucket.dtype)
-    return result
+        if not bucket.size:
+            result |= {slot.path: grads[slot.path] for slot in bucket.slots}
+            continue
+        reduced = _reduced_bucket(grads, bucket, options, axes, before)
+        before = next(reduced[slot.path] for slot in bucket.slots if slot.size)
+        result |= reduced
+    return {path: x.astype(trained[path].dtype) for path, x in result.items()}
 
 
 def _reduced_bucket(
-    grads: dict[str, Array], bucket: Bucket, options: Options, axes: Axes
+    grads: dict[str, Array], bucket: Bucket, options: Options, axes: Axes, before: Array | None
 ) -> dict[str, Array]:
     wire = jnp.dtype(bucket.dtype if options.wire is None else options.wire)
     alone = len(bucket.slots) == 1  # needs no flat copy
@@ -197,6 +203,8 @@ def _reduced_bucket(
     count = axes.size if options.config.average else 1
     if count > 1 and not options.average_in_collective:
         flat = divide(flat, count)
+    if before is not None:
+        flat = after(flat, before)
     flat = total(flat, axes)
     if count > 1 and options.average_in_collective:
         flat = divide(flat, count)
