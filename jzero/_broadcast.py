@@ -59,8 +59,8 @@ def broadcast(tree: Any, *, zero: ZeroConfig | None = None) -> Any:
             words = jnp.where(_is_first(axes), words, jnp.zeros_like(words))
             if before is not None:
                 words = after(words, before)
-            before = lax.psum(words, axes.names)
-            received |= unpack(_from_words(before, dtype), bucket)
+            words = before = lax.psum(words, axes.names)
+            received |= unpack(_from_words(words, dtype), bucket)
         return received
 
     def run(local: dict[str, Array]) -> dict[str, Array]:
