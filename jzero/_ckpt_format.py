@@ -87,10 +87,12 @@ class ArrayEntry:
 @dataclasses.dataclass(frozen=True)
 class NodeEntry:
     """One sharded part of the state, such as a ``ZeroState``: its layout and, by quantity
-    (``param``, ``master``, ``exp_avg`` ...), an array per bucket or None."""
+    (``param``, ``master``, ``exp_avg`` ...), an array per bucket or None. ``kind``: "state",
+    "grads" (accumulated ones) or "frozen" (parameters that are sharded and do not train)."""
 
     layout: Layout
     arrays: Mapping[str, tuple[ArrayEntry | None, ...]]
+    kind: str = "state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,18 +207,10 @@ def _encode(m: Manifest) -> dict[str, Any]:
         "streams": [[s.bytes, s.file, s.block, list(s.crc32)] for s in m.streams],
         "nodes": {
             name: {
+                "kind": node.kind,
                 "fingerprint": node.layout.fingerprint,
                 "shards": node.layout.shards,
-                "buckets": [
-                    {
-                        "dtype": b.dtype,
-                        "itemsize": b.itemsize,
-                        "group": b.group,
-                        "shard": b.shard,
-                        "slots": [[s.path, list(s.shape), s.offset] for s in b.slots],
-                    }
-                    for b in node.layout.buckets
-                ],
+                "buckets": [_encode_bucket(b) for b in node.layout.buckets],
                 "arrays": {
                     quantity: [
                         a
@@ -250,8 +244,6 @@ def _decode(body: Mapping[str, Any]) -> Manifest:
     nodes: dict[str, NodeEntry] = {}
     for name, node in body["nodes"].items():
         layout = _layout(node["buckets"], node["shards"])
-        if layout.fingerprint != node["fingerprint"]:
-            raise ValueError(f"the layout of {name or 'the state'!r} has another fingerprint")
         arrays = {
             quantity: tuple(
                 a and ArrayEntry(a["dtype"], a["block"], tuple(Piece(*p) for p in a["pieces"]))
@@ -259,7 +251,7 @@ def _decode(body: Mapping[str, Any]) -> Manifest:
             )
             for quantity, entries in node["arrays"].items()
         }
-        nodes[name] = NodeEntry(layout, arrays)
+        nodes[name] = NodeEntry(layout, arrays, node["kind"])
     leaves = {
         name: LeafEntry(
             tuple(leaf["shape"]),
@@ -278,27 +270,25 @@ def _decode(body: Mapping[str, Any]) -> Manifest:
     return Manifest(body["step"], data, streams, nodes, leaves, body["created"])
 
 
+# What a bucket says of all its slots, and a slot by its place in the list.
+_SHARED = ("dtype", "group", "bucket")
+
+
+def _encode_bucket(bucket: Bucket) -> dict[str, Any]:
+    slots = [
+        {name: value for name, value in slot._asdict().items() if name not in _SHARED}
+        for slot in bucket.slots
+    ]
+    return {**bucket._asdict(), "slots": slots}
+
+
 def _layout(buckets: list[dict[str, Any]], shards: int) -> Layout:
     made: list[Bucket] = []
-    for number, b in enumerate(buckets):
-        slots: list[Slot] = []
-        end = 0
-        for path, shape, offset in b["slots"]:
-            size = 1
-            for dim in shape:
-                size *= dim
-            slots.append(Slot(path, tuple(shape), b["dtype"], b["group"], number, offset, size))
-            end = offset + size
-        made.append(
-            Bucket(
-                number,
-                b["dtype"],
-                b["itemsize"],
-                b["group"],
-                tuple(slots),
-                end,
-                b["shard"] * shards,
-                b["shard"],
-            )
+    for fields in buckets:
+        shared = {"dtype": fields["dtype"], "group": fields["group"], "bucket": fields["number"]}
+        slots = tuple(
+            Slot(**{**slot, "shape": tuple(slot["shape"])}, **shared) for slot in fields["slots"]
         )
+        own: dict[str, Any] = {**fields, "slots": slots}
+        made.append(Bucket(**own))
     return Layout(tuple(made), shards)

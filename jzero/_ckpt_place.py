@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jzero._ckpt_format import CheckpointError
 
-__all__ = ["Box", "Target", "mesh_of", "target_of"]
+__all__ = ["Box", "Target", "mesh_of", "target_of", "unadoptable"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Target:
         ]
 
     def put(self, box: Box, values: np.ndarray) -> None:
-        """Give a part its values. They are copied, so that the array owns its memory and can be
-        donated."""
+        """Give a part its values; the array that is made of them owns its memory."""
         values = values.reshape([b - a for a, b in zip(box.start, box.stop, strict=True)])
         for device in box.devices:
-            self.made[device] = (
-                values.copy() if self.host else jax.device_put(values, device, may_alias=False)
-            )
+            if self.host:
+                self.made[device] = values.copy()
+            else:
+                self.made[device] = jax.device_put(unadoptable(values), device)
 
     def array(self) -> Any:
         """The array, when all parts have been put."""
@@ -79,6 +79,22 @@ class Target:
                 self.shape, self.sharding, list(self.made.values())
             )
         return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
+
+
+def unadoptable(values: np.ndarray) -> np.ndarray:
+    """The array, or a copy of it at an odd address.
+
+    JAX on CPU makes memory that is aligned for it its own instead of copying it, even with
+    ``may_alias=False`` (0.10.2 and 0.12.0.1), and then cannot reuse it when it is donated.
+    """
+    if values.ctypes.data % 16:
+        return values
+    count = values.nbytes
+    raw = np.empty(count + 32, np.uint8)
+    start = -raw.ctypes.data % 16 + min(values.itemsize, 8)
+    copy = raw[start : start + count].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
 
 
 def target_of(like: Any, spec: PartitionSpec, mesh: Mesh | None, name: str) -> Target:

@@ -30,6 +30,7 @@ from jzero._ckpt_format import (
     sync_folder,
     write_manifest,
 )
+from jzero._ckpt_ranges import between, real_ranges
 from jzero._ckpt_stream import Ledger, plan_stream, tensorstore, write_stream
 from jzero._ckpt_view import Node, View
 from jzero._layout import Bucket
@@ -179,7 +180,7 @@ class _Plan:
     def __init__(self, view: View) -> None:
         self.sizes = [0] * jax.process_count()
         self.parts: list[Part] = []
-        self._whole = _Leaves()
+        self._host = _Host()
         self.nodes: dict[str, NodeEntry] = {}
         self.leaves: dict[str, LeafEntry] = {}
         for name, node in view.nodes.items():
@@ -187,7 +188,9 @@ class _Plan:
             for bucket in node.layout.buckets:
                 for quantity, entries in arrays.items():
                     entries.append(self._array(node, bucket, quantity))
-            self.nodes[name] = NodeEntry(node.layout, {q: tuple(e) for q, e in arrays.items()})
+            self.nodes[name] = NodeEntry(
+                node.layout, {q: tuple(e) for q, e in arrays.items()}, node.kind
+            )
         for number, (name, leaf) in enumerate(view.leaves.items()):
             self.leaves[name] = self._leaf(leaf, number)
 
@@ -203,22 +206,20 @@ class _Plan:
         if array is None and quantity == "param" and node.params is not None:
             block, dtype = 1, np.dtype(bucket.dtype)
             owners = _beside_state(node, bucket)
-            part = functools.partial(self._whole.part, node, bucket)
+            part = functools.partial(self._host.params, node, bucket)
         elif array is None:
             return None
         else:
-            block, dtype = bucket.padded // array.shape[0], np.dtype(array.dtype)
-            owners = _owners(array, bucket.number)
-            part = functools.partial(_flat_part, array)
-        real = -(-bucket.size // block)
+            block, dtype = bucket.padded // array.size, np.dtype(array.dtype)
+            owners = _owners(array, bucket)
+            part = functools.partial(self._host.flat, array, bucket)
         pieces: list[Piece] = []
         for lo, hi, process in owners:
-            hi = min(hi, real)  # padding is not stored
-            if hi > lo:
-                offset = self._place(
-                    process, (hi - lo) * dtype.itemsize, functools.partial(part, lo, hi)
-                )
-                pieces.append(Piece(lo, hi - lo, process, offset))
+            for a, b in real_ranges(bucket, lo, hi, block):  # padding is not stored
+                count = (b - a) * dtype.itemsize
+                offset = self._place(process, count, functools.partial(part, lo, a, b))
+                pieces.append(Piece(a, b - a, process, offset))
+        pieces.sort(key=lambda piece: piece.start)
         return ArrayEntry(dtype.name, block, tuple(pieces))
 
     def _leaf(self, leaf: Any, number: int) -> LeafEntry:
@@ -245,9 +246,13 @@ def _blocks(leaf: Any, number: int) -> list[tuple[tuple[int, ...], tuple[int, ..
     return _distinct(leaf.sharding, tuple(leaf.shape), number)
 
 
-def _owners(array: Any, number: int) -> list[tuple[int, int, int]]:
-    """Start, stop and process of each shard of a flat array."""
-    return [(a[0], b[0], process) for a, b, process in _blocks(array, number)]
+def _owners(array: Any, bucket: Bucket) -> list[tuple[int, int, int]]:
+    """Start, stop and process of each shard of a flat array; of a stacked one (layers, row), in
+    the order in which a flat one has it: device by device."""
+    scale = array.size // array.shape[-1]
+    return [
+        (a[-1] * scale, b[-1] * scale, process) for a, b, process in _blocks(array, bucket.number)
+    ]
 
 
 def _distinct(
@@ -273,8 +278,8 @@ def _beside_state(node: Node, bucket: Bucket) -> list[tuple[int, int, int]]:
     for quantity in node.arrays:
         flat = node.array(quantity, bucket.number)
         if flat is not None:
-            per = bucket.padded // flat.shape[0]
-            return [(a * per, b * per, process) for a, b, process in _owners(flat, bucket.number)]
+            per = bucket.padded // flat.size
+            return [(a * per, b * per, process) for a, b, process in _owners(flat, bucket)]
     shards, processes = node.layout.shards, jax.process_count()
     return [
         (i * bucket.shard, (i + 1) * bucket.shard, i * processes // shards) for i in range(shards)
@@ -303,36 +308,38 @@ def _block_part(leaf: Any, start: tuple[int, ...], stop: tuple[int, ...]) -> np.
     return np.asarray(leaf).reshape(-1)
 
 
-def _flat_part(array: Any, lo: int, hi: int) -> np.ndarray:
-    for shard in array.addressable_shards:
-        start, stop, _ = shard.index[0].indices(array.shape[0])
-        if start == lo and hi <= stop:
-            return host_copy(shard.data)[: hi - lo]
-    raise AssertionError("a process was given a shard that it does not hold")
-
-
-class _Leaves:
-    """Elements of buckets from whole leaves. Of these, the last is kept on the host, since the
-    next piece often begins in it."""
+class _Host:
+    """Parts of buckets on the host. The last array that was copied there is kept, since the next
+    part often comes from it."""
 
     def __init__(self) -> None:
-        self._last: tuple[Any, np.ndarray] | None = None
+        self._last: tuple[Any, int, np.ndarray] | None = None
 
-    def part(self, node: Node, bucket: Bucket, lo: int, hi: int) -> np.ndarray:
+    def params(self, node: Node, bucket: Bucket, _: int, lo: int, hi: int) -> np.ndarray:
+        """Elements [lo, hi) of a bucket, from whole leaves."""
         assert node.params is not None
         parts: list[np.ndarray] = []
-        for slot in bucket.slots:
-            a, b = max(lo, slot.offset), min(hi, slot.offset + slot.size)
-            if a < b:
-                flat = self._flat(node.params[slot.path])
-                parts.append(flat[a - slot.offset : b - slot.offset])
+        for _, size, slot, position in between(bucket, lo, hi):
+            leaf = node.params[slot.path]
+            flat = self._copy(leaf, 0, lambda leaf=leaf: whole(leaf))
+            parts.append(flat[position : position + size])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _flat(self, leaf: Any) -> np.ndarray:
-        if self._last is None or self._last[0] is not leaf:
+    def flat(self, array: Any, bucket: Bucket, start: int, lo: int, hi: int) -> np.ndarray:
+        """Elements [lo, hi) of a bucket's array, from the shard that begins at ``start``."""
+        scale = array.size // array.shape[-1]
+        for shard in array.addressable_shards:
+            first, _, _ = shard.index[-1].indices(array.shape[-1])
+            if first * scale == start:
+                flat = self._copy(array, start, lambda shard=shard: host_copy(shard.data))
+                return flat[lo - start : hi - start]
+        raise AssertionError("a process was given a shard that it does not hold")
+
+    def _copy(self, array: Any, start: int, fetch: Part) -> np.ndarray:
+        if self._last is None or self._last[0] is not array or self._last[1] != start:
             self._last = None
-            self._last = leaf, whole(leaf).reshape(-1)
-        return self._last[1]
+            self._last = array, start, fetch().reshape(-1)
+        return self._last[2]
 
 
 def whole(leaf: Any) -> np.ndarray:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._ckpt_codec import Kind, Stored, kind_of
+from jzero._ckpt_codec import ROOT, SCALE, Form, Stored
 from jzero._ckpt_format import (
+    MANIFEST,
     ArrayEntry,
     CheckpointError,
     LeafEntry,
@@ -20,9 +21,9 @@ from jzero._ckpt_format import (
     NodeEntry,
     read_manifest,
 )
+from jzero._ckpt_ranges import between, locate
 from jzero._ckpt_stream import StreamReader
-from jzero._ckpt_view import SCALE
-from jzero._layout import Bucket
+from jzero._layout import Bucket, Layout
 
 __all__ = ["Run", "Source", "open_source"]
 
@@ -40,76 +41,79 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """An open checkpoint."""
+    """An open checkpoint; ``label`` names it in errors."""
 
     path: Path
     manifest: Manifest
     streams: StreamReader
+    label: str
 
-    def node(self, name: str, grads: bool) -> tuple[str, NodeEntry]:
-        """The node of this name; or, where both sides have only one of the kind, that one.
+    def node(self, name: str, kind: str) -> tuple[str, NodeEntry]:
+        """The node of this name; or, where there is only one of the kind, that one.
 
         Raises:
           CheckpointError: there is none.
         """
         if name in self.manifest.nodes:
             return name, self.manifest.nodes[name]
-        same = [(n, e) for n, e in self.manifest.nodes.items() if ("grad" in e.arrays) == grads]
+        if kind == "frozen":  # its leaves are elsewhere in the file
+            return name, NodeEntry(Layout((), 1), {})
+        same = [(n, e) for n, e in self.manifest.nodes.items() if e.kind == kind]
         if len(same) == 1:
             return same[0]
         raise CheckpointError(
-            f"{self.path} has no sharded state at {name or 'the root'!r}; it has "
+            f"{self.label} has no sharded state at {name or 'the root'!r}; it has "
             f"{sorted(self.manifest.nodes)}"
         )
 
     def runs(self, node: NodeEntry, bucket: Bucket, lo: int, hi: int) -> list[Run]:
         """Where elements [lo, hi) of a target's bucket lie in the file. Padding is left out."""
         found: list[Run] = []
-        for slot in bucket.slots:
-            a, b = max(lo, slot.offset), min(hi, slot.offset + slot.size)
-            if a >= b:
-                continue
-            theirs = node.layout.by_path[slot.path]
-            start = theirs.offset + a - slot.offset
-            last = found[-1] if found else None
-            if (
-                last
-                and last.bucket == theirs.bucket
-                and last.start + last.size == start
-                and last.to + last.size == a
-            ):
-                found[-1] = last._replace(size=last.size + b - a)
-            else:
-                found.append(Run(a, theirs.bucket, start, b - a, slot.path))
+        for start, size, slot, position in between(bucket, lo, hi):
+            for run in self.leaf_runs(node, slot.path, position, position + size):
+                _append(found, run._replace(to=start + run.to - position))
         return found
 
-    def kind(self, node: NodeEntry, bucket: int) -> tuple[Kind, str | None]:
-        """How a bucket's master is stored, and its dtype."""
-        entry = self.entry(node, "master", bucket)
-        scaled = self.entry(node, "master" + SCALE, bucket) is not None
-        dtype = None if entry is None else entry.dtype
-        return kind_of(None if dtype is None else jnp.dtype(dtype), scaled), dtype
+    def leaf_runs(self, node: NodeEntry, path: str, lo: int, hi: int) -> list[Run]:
+        """Where elements [lo, hi) of a parameter lie in the file; ``to`` counts in the leaf."""
+        slot = node.layout.by_path[path]
+        found: list[Run] = []
+        for to, start, size in locate(node.layout.buckets[slot.bucket], slot, lo, hi):
+            _append(found, Run(to, slot.bucket, start, size, path))
+        return found
+
+    def form(self, node: NodeEntry, quantity: str, bucket: int) -> Form:
+        """How a quantity of a bucket is stored."""
+        entry = self.entry(node, quantity, bucket)
+        if entry is None:
+            return Form(None)
+        for scales in (SCALE, ROOT):
+            if self.entry(node, quantity + scales, bucket) is not None:
+                return Form(entry.dtype, scales)
+        return Form(entry.dtype)
 
     def entry(self, node: NodeEntry, quantity: str, bucket: int) -> ArrayEntry | None:
         """One array of the file, or None."""
         found = node.arrays.get(quantity)
         return None if found is None else found[bucket]
 
-    def stored(self, node: NodeEntry, quantity: str, run: Run) -> Callable[[], Stored | None]:
+    def stored(
+        self, node: NodeEntry, quantity: str, scales: str, run: Run
+    ) -> Callable[[], Stored | None]:
         """Start to read a run of a quantity, with the scale of each element where it has any;
         the result is called for it. None: there is no such array."""
         entry = self.entry(node, quantity, run.bucket)
         if entry is None:
             return lambda: None
         values = self.elements(entry, run.start, run.start + run.size, run.path)
-        scale = self.entry(node, quantity + SCALE, run.bucket)
-        if scale is None:
+        beside = self.entry(node, quantity + scales, run.bucket) if scales else None
+        if beside is None:
             return lambda: Stored(values())
-        block = scale.block
+        block = beside.block
         first = run.start // block
-        scales = self.elements(scale, first, -(-(run.start + run.size) // block), run.path)
+        read = self.elements(beside, first, -(-(run.start + run.size) // block), run.path)
         skip = run.start - first * block
-        return lambda: Stored(values(), np.repeat(scales(), block)[skip : skip + run.size])
+        return lambda: Stored(values(), np.repeat(read(), block)[skip : skip + run.size])
 
     def elements(self, entry: ArrayEntry, lo: int, hi: int, what: str) -> Callable[[], np.ndarray]:
         """Start to read elements [lo, hi) of an array; the result is called for them."""
@@ -126,9 +130,7 @@ class Source:
             reads.append(self.streams.read(piece.stream, offset, (b - a) * size, what))
             have = b
         if have < hi:
-            raise CheckpointError(
-                f"{self.path / 'manifest.json'} lists {what!r} only up to element {have}"
-            )
+            raise CheckpointError(f"{self.label} lists {what!r} only up to element {have}")
 
         def result() -> np.ndarray:
             parts = [read() for read in reads]
@@ -170,6 +172,19 @@ class Source:
         yield from self.manifest.leaves.items()
 
 
+def _append(runs: list[Run], run: Run) -> None:
+    """Add a run; join it to the last where both sides go on."""
+    last = runs[-1] if runs else None
+    if (
+        last is not None
+        and (last.bucket, last.to + last.size) == (run.bucket, run.to)
+        and last.start + last.size == run.start
+    ):
+        runs[-1] = last._replace(size=last.size + run.size)
+    else:
+        runs.append(run)
+
+
 def open_source(path: Path) -> Source:
     """Open a checkpoint.
 
@@ -179,8 +194,8 @@ def open_source(path: Path) -> Source:
     manifest = read_manifest(path)
     data = path / manifest.data
     if not data.is_dir():
-        raise CheckpointError(f"{data} is missing, which {path / 'manifest.json'} refers to")
-    return Source(path, manifest, StreamReader(data, manifest.streams))
+        raise CheckpointError(f"{data} is missing, which {path / MANIFEST} refers to")
+    return Source(path, manifest, StreamReader(data, manifest.streams), str(path / MANIFEST))
 
 
 def _where(block: Any, itemsize: int) -> tuple[int, int, int]:

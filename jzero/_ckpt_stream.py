@@ -55,9 +55,10 @@ def tensorstore() -> Any:
 def plan_stream(size: int, staging: int) -> StreamEntry:
     """Files and blocks for ``size`` bytes, such that what is in memory while the stream is
     written stays below ``staging`` bytes, or a few kilobytes if that is more."""
-    block = _power(min(max(size // 16, 4096), _BLOCK))
-    # In flight: chunks being filled and written, each twice (TensorStore encodes a copy).
-    file = max(block, min(_power(max(size, 1)), _FILE, _power(staging // (2 * _IN_FLIGHT + 2))))
+    # In flight are files being filled and written, each twice (TensorStore encodes a copy).
+    most = staging // (2 * _IN_FLIGHT)
+    block = _power(min(size // 16, most, _BLOCK))
+    file = max(block, _power(min(size, most, _FILE)))
     return StreamEntry(size, file, block)
 
 

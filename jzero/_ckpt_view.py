@@ -10,21 +10,20 @@ their layouts, so that one can be read where the other was written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jzero._ckpt_codec import ROOT, SCALE, Form
 from jzero._layout import Layout, path_string
 from jzero._pack import leaf_paths
 from jzero._state import GradShards, ZeroState
 from jzero._update import Moments
 
-__all__ = ["SCALE", "Address", "Node", "View", "view_of"]
-
-SCALE = "/scale"
-"""Suffix of the quantity that holds another one's scales."""
+__all__ = ["Address", "Node", "View", "view_of"]
 
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _SCALARS = ("step", "grad_norm", "skipped", "finite")
@@ -48,6 +47,7 @@ class Node:
       name: path in the state; "" for a state that is a ``ZeroState`` itself.
       layout: its buckets.
       axis: its mesh axis.
+      kind: "state", "grads" or "frozen".
       arrays: by quantity, a flat array per bucket or None.
       params: its parameters by path where they are whole leaves; None where there are none.
     """
@@ -55,6 +55,7 @@ class Node:
     name: str
     layout: Layout
     axis: str
+    kind: str = "state"
     arrays: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     params: dict[str, Any] | None = None
 
@@ -62,6 +63,17 @@ class Node:
         """One array, or None."""
         found = self.arrays.get(quantity)
         return None if found is None else found[bucket]
+
+    def form(self, quantity: str, bucket: int) -> Form:
+        """How a quantity of a bucket is stored."""
+        array = self.array(quantity, bucket)
+        if array is None:
+            return Form(None)
+        dtype = np.dtype(array.dtype).name
+        for scales in (SCALE, ROOT):
+            if self.array(quantity + scales, bucket) is not None:
+                return Form(dtype, scales)
+        return Form(dtype)
 
     def quantities(self) -> list[str]:
         """Names in the order in which they are stored."""
@@ -90,6 +102,26 @@ class View:
     def rebuild(self, value: Callable[[Address], Any]) -> Any:
         """``(state, params)`` with a new value at each address."""
         return jax.tree.unflatten(self.treedef, [value(a) for a in self.addresses])
+
+    def arrays(self) -> dict[Address, Any]:
+        """What lies at each address."""
+        found: dict[Address, Any] = {}
+        for address in self.addresses:
+            if address.node is None:
+                found[address] = self.leaves[address.what]
+                continue
+            node = self.nodes[address.node]
+            if address.bucket is None:
+                assert node.params is not None
+                found[address] = node.params[address.what]
+            else:
+                found[address] = node.array(address.what, address.bucket)
+        return found
+
+    @staticmethod
+    def base_of(quantity: str) -> str:
+        """The quantity whose scales these are, or itself."""
+        return quantity.removesuffix(SCALE).removesuffix(ROOT)
 
     @property
     def main(self) -> Node:
@@ -132,7 +164,7 @@ def view_of(state: Any, params: Any) -> View:
             for address, leaf, sharded in _zero_state(name, part):
                 put(address, leaf, P(part.axis) if sharded else P())
         elif isinstance(part, GradShards):
-            nodes[name] = Node(name, part.layout, part.axis)
+            nodes[name] = Node(name, part.layout, part.axis, "grads")
             for bucket, leaf in enumerate(part.buckets):
                 put(Address("grad", name, bucket), leaf, P(part.axis))
         else:
@@ -175,7 +207,7 @@ def _zero_state(name: str, state: ZeroState) -> list[tuple[Address, Any, bool]]:
         (Address(prefix + field), getattr(state, field), False) for field in _SCALARS
     ]
     for bucket, stored in enumerate(state.master):
-        for i, leaf in enumerate(jax.tree.leaves(stored)):
+        for i, leaf in enumerate(jax.tree.leaves(stored)):  # values, and maybe scales
             found.append((Address("master" + SCALE * i, name, bucket), leaf, True))
     paths = [path for path, leaf in leaf_paths(state.inner) if leaf is not None]
     places = _places(state, [p for p, s in zip(paths, state.sharded, strict=True) if s])
@@ -196,24 +228,33 @@ def _places(
     found: dict[tuple[Any, ...], tuple[str, int]] = {}
     if isinstance(state.inner, Moments):
         for path in paths:
-            moment, bucket, *second = path
-            scale = SCALE if second and second[0] in (1, "scale", "scales") else ""
-            found[path] = _MOMENTS[str(moment)] + scale, int(bucket)
+            moment, bucket, *part = path
+            # A scaled second moment is stored as its root.
+            scales = ROOT if moment == "nu" else SCALE
+            found[path] = _MOMENTS[str(moment)] + scales * (part == ["scales"]), int(bucket)
         return found
     members: dict[str, list[int]] = {}
     for bucket in state.layout.buckets:
-        members.setdefault(bucket.group, []).append(bucket.number)
+        policy = getattr(bucket, "policy", "")
+        name = f"{bucket.group} {policy}" if policy else bucket.group
+        members.setdefault(name, []).append(bucket.number)
+    scaled = {path[:-1] for path in paths if path[-1] == "scales"}
     for path in paths:
         at = _bucket_key(path, paths, len(members[str(path[0])]))
+        inside = path[at + 1 : -1] if path[:-1] in scaled else path[at + 1 :]
         # Without the group, so that other labels find it, and without the bucket.
-        quantity = path_string([*path[1:at], *path[at + 1 :]])
-        found[path] = quantity, members[str(path[0])][int(path[at])]
+        quantity = path_string([*path[1:at], *inside])
+        scales = SCALE if path[:-1] in scaled and path[-1] == "scales" else ""
+        found[path] = quantity + scales, members[str(path[0])][int(path[at])]
     # Adam's moments by any rule are Adam's moments.
-    names = {quantity for quantity, _ in found.values()}
+    names = {quantity.removesuffix(SCALE) for quantity, _ in found.values()}
     for last, name in _MOMENTS.items():
         same = [q for q in names if q.split("/")[-1] == last]
         if len(same) == 1:
-            found = {p: (name if q == same[0] else q, b) for p, (q, b) in found.items()}
+            found = {
+                p: (name + q.removeprefix(same[0]) if q.removesuffix(SCALE) == same[0] else q, b)
+                for p, (q, b) in found.items()
+            }
     return found
 
 
@@ -239,7 +280,7 @@ def _params(params: Any, nodes: dict[str, Node], put: Callable[..., None]) -> No
     have = {path_string(path): leaf for path, leaf in leaf_paths(params) if leaf is not None}
     owner: dict[str, str] = {}
     for node in nodes.values():
-        if "grad" in node.arrays:
+        if node.kind != "state":
             continue
         for path, slot in node.layout.by_path.items():
             leaf = have.get(path)
@@ -256,8 +297,3 @@ def _params(params: Any, nodes: dict[str, Node], put: Callable[..., None]) -> No
             put(Address(path, owner[path]), leaf, P())
         else:
             put(Address(f"params/{path}"), leaf, P())
-
-
-def logical_names(quantities: Mapping[str, Any]) -> list[str]:
-    """Quantities without scales and without the master, which is a part of ``param``."""
-    return [q for q in quantities if not q.endswith(SCALE) and q != "master"]

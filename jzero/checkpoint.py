@@ -1,152 +1,39 @@
 """Checkpoints that reload on any number of devices, bucket size and precision policy.
 
-Needs TensorStore: ``pip install 'jzero[checkpoint]'``. See docs/checkpoints.md.
+Needs TensorStore: ``pip install 'jzero[checkpoint]'``. What is on disk: [Note: a checkpoint on
+disk] in ``_ckpt_format``; how to use it: docs/checkpoints.md.
 """
 
-from __future__ import annotations
-
-import os
-from pathlib import Path
-from typing import Any, Literal
-
-import jax
-from jax.core import Tracer
-
-from jzero._ckpt_format import CheckpointError
-from jzero._ckpt_restore import restore_view
-from jzero._ckpt_save import Saving, start_save
-from jzero._ckpt_source import open_source
-from jzero._ckpt_stream import Ledger
-from jzero._ckpt_view import view_of
+from jzero._ckpt_dict import load_state_dict as load_state_dict
+from jzero._ckpt_dict import state_dict as state_dict
+from jzero._ckpt_files import restore as restore
+from jzero._ckpt_files import save as save
+from jzero._ckpt_files import step_of as step_of
+from jzero._ckpt_files import verify as verify
+from jzero._ckpt_foreign import from_optax as from_optax
+from jzero._ckpt_foreign import from_torch as from_torch
+from jzero._ckpt_foreign import to_optax as to_optax
+from jzero._ckpt_format import CheckpointError as CheckpointError
+from jzero._ckpt_manager import Manager as Manager
+from jzero._ckpt_orbax import orbax_handler as orbax_handler
+from jzero._ckpt_safetensors import read_safetensors as read_safetensors
+from jzero._ckpt_safetensors import write_safetensors as write_safetensors
+from jzero._ckpt_save import Saving as Saving
 
 __all__ = [
     "CheckpointError",
+    "Manager",
     "Saving",
+    "from_optax",
+    "from_torch",
+    "load_state_dict",
+    "orbax_handler",
+    "read_safetensors",
     "restore",
     "save",
+    "state_dict",
     "step_of",
+    "to_optax",
     "verify",
+    "write_safetensors",
 ]
-
-
-def save(
-    path: str | os.PathLike[str],
-    state: Any,
-    params: Any,
-    *,
-    step: int | None = None,
-    wait: bool = True,
-    timeout: float = 600.0,
-) -> Saving:
-    """Write a checkpoint: each process its own shards, padding left out, every byte once.
-
-    All processes call it alike, with a folder that all of them see. A checkpoint that the folder
-    holds already stays whole until the new one is: whatever interrupts the save, the folder
-    restores to one of the two.
-
-    Args:
-      path: a folder; made if need be.
-      state: the optimizer's state, or a pytree with it inside (an ``optax.chain``'s state,
-        ``MultiStepsState``, a tuple with a ``DynamicLossScale``). Arrays outside of buckets are
-        stored as they are.
-      params: the parameters that belong to it.
-      step: the number to save it under. None: the state's completed steps.
-      wait: True: returns when the checkpoint counts; the host stages at most one bucket. False:
-        copies this process's own shards to its host, then returns, so that the arrays may be
-        donated; a thread writes, and the interpreter does not end before it has.
-      timeout: seconds to wait for the other processes.
-
-    Returns:
-      A :class:`Saving`; with ``wait=False``, call its ``wait()`` before relying on the file.
-
-    Raises:
-      CheckpointError: it could not be written, here or on another process.
-      ValueError: ``state`` without a ``ZeroState``, ``params`` that are not its, tracers.
-      ImportError: TensorStore is not installed.
-
-    Collectives: with several processes, one broadcast of 8 bytes at the start.
-    """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, params))):
-        raise ValueError(
-            "jzero.checkpoint.save writes files, so it cannot run under jit; call it outside"
-        )
-    view = view_of(state, params)
-    number = int(view.leaves[_step_name(view)]) if step is None else int(step)
-    return start_save(Path(path).absolute(), view, number, not wait, timeout)
-
-
-def restore(
-    path: str | os.PathLike[str],
-    like: Any,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-    cast: bool = False,
-    hyperparameters: Literal["new", "file"] = "new",
-) -> Any:
-    """Read a checkpoint onto another number of devices, bucket size, leaf order or precision.
-
-    Only the bytes that this process's devices need are read, at most one bucket at a time.
-    The step count is the file's; learning rates, labels and all other options are the new
-    optimizer's.
-
-    Args:
-      path: the folder.
-      like: ``(state, params)``: what ``tx.init`` gave for the new run, or its
-        ``jax.eval_shape``, which allocates nothing. Shapes, dtypes and shardings are taken from
-        it, values are not.
-      mesh: where to put what has no sharding in ``like``; None: the mesh of the leaves that
-        have one, or of ``jax.set_mesh``.
-      cast: convert leaves whose dtype differs, instead of refusing.
-      hyperparameters: "file" takes the ``optax.inject_hyperparams`` values of the checkpoint
-        instead of those in ``like``.
-
-    Returns:
-      New ``(state, params)``; ``like`` is untouched. The arrays own their memory and can be
-      donated.
-
-    Raises:
-      CheckpointError: no checkpoint, a damaged one, or one that does not fit ``like``, naming
-        the file and the path of the parameter.
-    """
-    state, params = _pair(like)
-    if hyperparameters not in ("new", "file"):
-        raise ValueError(f"hyperparameters={hyperparameters!r}: use 'new' or 'file'")
-    source = open_source(Path(path).absolute())
-    view = view_of(state, params)
-    return restore_view(
-        source, view, mesh, cast=cast, hyperparameters=hyperparameters, ledger=Ledger()
-    )
-
-
-def verify(path: str | os.PathLike[str]) -> int:
-    """Read a whole checkpoint and compare it with its checksums.
-
-    Returns:
-      The step it was saved under.
-
-    Raises:
-      CheckpointError: the first file that is missing, cut short, altered or another's.
-    """
-    source = open_source(Path(path).absolute())
-    source.streams.verify()
-    return source.manifest.step
-
-
-def step_of(path: str | os.PathLike[str]) -> int:
-    """The step that a checkpoint was saved under; reads the manifest only.
-
-    Raises:
-      CheckpointError: there is none, or its manifest is damaged.
-    """
-    return open_source(Path(path).absolute()).manifest.step
-
-
-def _pair(like: Any) -> tuple[Any, Any]:
-    if not isinstance(like, tuple) or len(like) != 2:
-        raise ValueError(f"like must be (state, params), got {type(like).__name__}")
-    return like[0], like[1]
-
-
-def _step_name(view: Any) -> str:
-    name = view.main.name
-    return f"state/{name}/step" if name else "state/step"
