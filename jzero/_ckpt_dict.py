@@ -80,8 +80,7 @@ def inner_of(view: View) -> Iterator[tuple[str, np.ndarray]]:
 
 def shapes_of(view: View) -> Iterator[tuple[str, str, tuple[int, ...], np.dtype]]:
     """Path, quantity, shape and dtype of what :func:`stream_of` yields, in its order."""
-    node = view.main
-    for bucket in node.layout.buckets:
+    for node, bucket in _buckets(view):
         dtypes = _dtypes(node, bucket)
         for slot in bucket.slots:
             for quantity, dtype in dtypes.items():
@@ -93,12 +92,10 @@ def shapes_of(view: View) -> Iterator[tuple[str, str, tuple[int, ...], np.dtype]
 def stream_of(view: View) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each parameter's arrays; a bucket at a time is on the host, and no longer than the caller
     keeps what it was given."""
-    node = view.main
-    for path in [slot.path for slot in node.layout.slots] + [p for p, _ in _others(view)]:
-        if path in _RESERVED:
-            raise ValueError(f"a parameter is called {path!r}, which a state dict needs itself")
-    for bucket in node.layout.buckets:
-        flat = {q: _gathered(node.array(q, bucket.number)) for q in node.arrays}
+    for path in {path for path, _, _, _ in shapes_of(view)} & set(_RESERVED):
+        raise ValueError(f"a parameter is called {path!r}, which a state dict needs itself")
+    for node, bucket in _buckets(view):
+        flat = {q: _gathered(node.array(q, bucket.number), node) for q in node.arrays}
         dtypes = _dtypes(node, bucket)
         for slot in bucket.slots:
             entry: dict[str, Any] = {}
@@ -120,6 +117,13 @@ def stream_of(view: View) -> Iterator[tuple[str, dict[str, Any]]]:
         if leaf is not original:
             entry[KEY] = str(jax.random.key_impl(original))
         yield path, entry
+
+
+def _buckets(view: View) -> Iterator[tuple[Node, Bucket]]:
+    """Of the optimizer's state, and of frozen parameters where these are sharded."""
+    for node in view.nodes.values():
+        if node is view.main or node.kind == "frozen":
+            yield from ((node, bucket) for bucket in node.layout.buckets)
 
 
 def _dtypes(node: Node, bucket: Bucket) -> dict[str, np.dtype]:
@@ -151,17 +155,19 @@ def _others(view: View) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix("params/"), leaf
 
 
-def _gathered(array: Any) -> np.ndarray | None:
+def _gathered(array: Any, node: Node) -> np.ndarray | None:
     """All of a flat array, on every process; a stacked one device by device, as others are."""
     if array is None:
         return None
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
-        whole = np.asarray(array)
+        flat = np.asarray(array)
     else:
         from jax.experimental import multihost_utils
 
-        whole = np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return whole
+        flat = np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    if flat.ndim > 1:
+        flat = flat.reshape(len(flat), node.layout.shards, -1).swapaxes(0, 1).reshape(-1)
+    return flat
 
 
 def _cut(bucket: Bucket, slot: Slot, flat: np.ndarray) -> np.ndarray:

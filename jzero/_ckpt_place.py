@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jzero._ckpt_format import CheckpointError
 
-__all__ = ["Box", "Target", "mesh_of", "target_of", "unadoptable"]
+__all__ = ["Box", "Target", "mesh_of", "odd_zeros", "target_of", "unadoptable"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +81,26 @@ class Target:
         return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
 
 
-def unadoptable(values: np.ndarray) -> np.ndarray:
-    """The array, or a copy of it at an odd address.
+# [Note: arrays that can be donated]
+# JAX on CPU makes numpy memory that is aligned for it its own instead of copying it, even with
+# may_alias=False (0.10.2 and 0.12.0.1), and then cannot reuse it when it is donated.
 
-    JAX on CPU makes memory that is aligned for it its own instead of copying it, even with
-    ``may_alias=False`` (0.10.2 and 0.12.0.1), and then cannot reuse it when it is donated.
-    """
+
+def unadoptable(values: np.ndarray) -> np.ndarray:
+    """The array, or a copy of it at an address that JAX will not adopt."""
     if values.ctypes.data % 16:
         return values
-    count = values.nbytes
-    raw = np.empty(count + 32, np.uint8)
-    start = -raw.ctypes.data % 16 + min(values.itemsize, 8)
-    copy = raw[start : start + count].view(values.dtype).reshape(values.shape)
+    copy = odd_zeros(values.size, values.dtype).reshape(values.shape)
     copy[...] = values
     return copy
+
+
+def odd_zeros(size: int, dtype: Any) -> np.ndarray:
+    """(size,) zeros at an address that JAX will not adopt."""
+    dtype = np.dtype(dtype)
+    raw = np.zeros(size * dtype.itemsize + 32, np.uint8)
+    start = -raw.ctypes.data % 16 + min(dtype.itemsize, 8)
+    return raw[start : start + size * dtype.itemsize].view(dtype)
 
 
 def target_of(like: Any, spec: PartitionSpec, mesh: Mesh | None, name: str) -> Target:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jzero._layout import Bucket, Slot
 
-__all__ = ["Segment", "locate", "real_ranges", "segments"]
+__all__ = ["Segment", "between", "locate", "real_ranges", "unit"]
 
 
 class Segment(NamedTuple):
@@ -21,19 +21,13 @@ class Segment(NamedTuple):
     position: int
 
 
-def _runs(bucket: Bucket, slot: Slot) -> list[tuple[int, int]]:
-    """Where a slot's elements are, in the leaf's order. A stacked bucket says so itself."""
-    runs: Any = getattr(bucket, "runs", None)
-    return [(slot.offset, slot.size)] if runs is None else list(runs(slot))
-
-
 @functools.lru_cache(maxsize=256)
 def segments(bucket: Bucket) -> tuple[Segment, ...]:
     """Everything in a bucket but padding, by ``start``."""
     found: list[Segment] = []
     for slot in bucket.slots:
         position = 0
-        for start, size in _runs(bucket, slot):
+        for start, size in bucket.runs(slot):
             if size:
                 found.append(Segment(start, size, slot, position))
             position += size
@@ -70,7 +64,7 @@ def _positions(bucket: Bucket, slot: Slot) -> tuple[tuple[int, int, int], ...]:
     """Position in the leaf, start in the bucket and size of each run of a slot."""
     found: list[tuple[int, int, int]] = []
     position = 0
-    for start, size in _runs(bucket, slot):
+    for start, size in bucket.runs(slot):
         if size:
             found.append((position, start, size))
         position += size
@@ -87,3 +81,14 @@ def locate(bucket: Bucket, slot: Slot, lo: int, hi: int) -> Iterator[tuple[int, 
         a, b = max(lo, position), min(hi, position + size)
         if a < b:
             yield a, start + a - position, b - a
+
+
+def unit(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The dim over which a bucket's array is sharded, and how many elements one index of it
+    stands for. A stacked bucket's parameters are (layers, ..) with the second dim sharded; device
+    by device, they lie like the flat array of its state."""
+    dim = min(1, len(shape) - 1)
+    size = 1
+    for i, n in enumerate(shape):
+        size *= n if i != dim else 1
+    return dim, size

@@ -23,8 +23,8 @@ from jzero._ckpt_codec import (
 )
 from jzero._ckpt_format import NodeEntry
 from jzero._ckpt_match import Cast, Match, match
-from jzero._ckpt_place import Box, Target, mesh_of, target_of
-from jzero._ckpt_ranges import between, locate
+from jzero._ckpt_place import Box, Target, mesh_of, odd_zeros, target_of
+from jzero._ckpt_ranges import between, locate, real_ranges, unit
 from jzero._ckpt_source import Source
 from jzero._ckpt_stream import Ledger
 from jzero._ckpt_view import Address, Node, View
@@ -134,8 +134,8 @@ class _Reading:
         copied: bool,
     ) -> Work:
         """One device's part of one array of a bucket, and of its scales."""
-        per = math.prod(target.shape) // target.shape[-1]  # a stacked bucket lies in rows
-        lo, hi = box.start[-1] * per, box.stop[-1] * per
+        dim, each = unit(target.shape)
+        lo, hi = box.start[dim] * each, box.stop[dim] * each
 
         def start() -> Callable[[], None]:
             if copied:
@@ -153,7 +153,7 @@ class _Reading:
 
             return finish
 
-        return (hi - lo) * (target.dtype.itemsize if copied else 12), start
+        return (hi - lo) * (2 * target.dtype.itemsize if copied else 16), start
 
     def _copy_range(
         self, node: Node, bucket: Bucket, quantity: str, dtype: np.dtype, lo: int, hi: int
@@ -175,12 +175,9 @@ class _Reading:
         scales = self._scales(file, bucket, quantity, node.form(quantity, bucket.number), lo, hi)
 
         def result() -> Stored:
-            if len(reads) == 1 and reads[0][1] == hi - lo:
-                out = reads[0][2]()
-            else:
-                out = np.zeros(hi - lo, dtype)
-                for at, size, read in reads:
-                    out[at : at + size] = read()
+            out = odd_zeros(hi - lo, dtype)
+            for at, size, read in reads:
+                out[at : at + size] = read()
             return Stored(out, None if scales is None else scales())
 
         return result
@@ -212,13 +209,17 @@ class _Reading:
         path = bucket.slots[0].path
         entry = self.source.entry(file, quantity + form.scales, file.layout.by_path[path].bucket)
         assert entry is not None
-        first, last = lo // BLOCK, min(hi, bucket.size + BLOCK - 1) // BLOCK
-        read = self.source.elements(entry, first, max(first, last), path)
+        first = lo // BLOCK
+        reads = [
+            (a - first, self.source.elements(entry, a, b, path))
+            for a, b in real_ranges(bucket, first, hi // BLOCK, BLOCK)
+        ]
 
         def result() -> np.ndarray:
-            out = np.zeros((hi - lo) // BLOCK, np.float32)
-            got = read()
-            out[: got.size] = got
+            out = odd_zeros((hi - lo) // BLOCK, np.float32)
+            for at, read in reads:
+                got = read()
+                out[at : at + got.size] = got
             return out
 
         return result
@@ -349,7 +350,7 @@ class _Reading:
 
             return finish
 
-        return size * (target.dtype.itemsize if copied else 12), start
+        return size * (2 * target.dtype.itemsize if copied else 16), start
 
     def _put_whole(self, target: Target, values: np.ndarray) -> None:
         values = values.astype(target.dtype, copy=False).reshape(target.shape)

@@ -30,7 +30,7 @@ from jzero._ckpt_format import (
     sync_folder,
     write_manifest,
 )
-from jzero._ckpt_ranges import between, real_ranges
+from jzero._ckpt_ranges import between, real_ranges, unit
 from jzero._ckpt_stream import Ledger, plan_stream, tensorstore, write_stream
 from jzero._ckpt_view import Node, View
 from jzero._layout import Bucket
@@ -247,12 +247,11 @@ def _blocks(leaf: Any, number: int) -> list[tuple[tuple[int, ...], tuple[int, ..
 
 
 def _owners(array: Any, bucket: Bucket) -> list[tuple[int, int, int]]:
-    """Start, stop and process of each shard of a flat array; of a stacked one (layers, row), in
-    the order in which a flat one has it: device by device."""
-    scale = array.size // array.shape[-1]
-    return [
-        (a[-1] * scale, b[-1] * scale, process) for a, b, process in _blocks(array, bucket.number)
-    ]
+    """Start, stop and process of each shard of a flat array; of a stacked one, in the order
+    in which a flat one has it: device by device."""
+    dim, each = unit(array.shape)
+    found = _blocks(array, bucket.number)
+    return [(a[dim] * each, b[dim] * each, process) for a, b, process in found]
 
 
 def _distinct(
@@ -327,10 +326,10 @@ class _Host:
 
     def flat(self, array: Any, bucket: Bucket, start: int, lo: int, hi: int) -> np.ndarray:
         """Elements [lo, hi) of a bucket's array, from the shard that begins at ``start``."""
-        scale = array.size // array.shape[-1]
+        dim, each = unit(array.shape)
         for shard in array.addressable_shards:
-            first, _, _ = shard.index[-1].indices(array.shape[-1])
-            if first * scale == start:
+            first, _, _ = shard.index[dim].indices(array.shape[dim])
+            if first * each == start:
                 flat = self._copy(array, start, lambda shard=shard: host_copy(shard.data))
                 return flat[lo - start : hi - start]
         raise AssertionError("a process was given a shard that it does not hold")

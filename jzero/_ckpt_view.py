@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._ckpt_codec import ROOT, SCALE, Form
 from jzero._layout import Layout, path_string
 from jzero._pack import leaf_paths
+from jzero._shards import ParamShards, param_specs
 from jzero._state import GradShards, ZeroState
 from jzero._update import Moments
 
@@ -277,8 +278,16 @@ def _bucket_key(path: tuple[Any, ...], paths: Sequence[tuple[Any, ...]], count: 
 
 def _params(params: Any, nodes: dict[str, Node], put: Callable[..., None]) -> None:
     """Parameters that train go to the node that plans them; the others are leaves."""
-    have = {path_string(path): leaf for path, leaf in leaf_paths(params) if leaf is not None}
-    owner: dict[str, str] = {}
+    parts = leaf_paths_until(params, lambda x: isinstance(x, ParamShards))
+    have: dict[str, Any] = {}
+    for path, part in parts:
+        if isinstance(part, ParamShards):
+            prefix = f"{path_string(path)}/" if path else ""
+            for name, shape in _shapes(part).items():
+                have[prefix + name] = shape
+        elif part is not None:
+            have[path_string(path)] = part
+    owner: dict[str, Node] = {}
     for node in nodes.values():
         if node.kind != "state":
             continue
@@ -290,10 +299,57 @@ def _params(params: Any, nodes: dict[str, Node], put: Callable[..., None]) -> No
                     f"params do not belong to the state: it has {path!r} with shape "
                     f"{slot.shape}, params have {got} there"
                 )
-            owner[path] = node.name
-        node.params = {path: have[path] for path in node.layout.by_path}
-    for path, leaf in have.items():
-        if path in owner:
-            put(Address(path, owner[path]), leaf, P())
+            owner[path] = node
+    for path, part in parts:
+        name = path_string(path)
+        if isinstance(part, ParamShards):
+            _shards(name, part, nodes, owner, put)
+        elif part is None:
+            continue
+        elif name in owner:
+            node = owner[name]
+            node.params = {**(node.params or {}), name: part}
+            put(Address(name, node.name), part, P())
         else:
-            put(Address(f"params/{path}"), leaf, P())
+            put(Address(f"params/{name}"), part, P())
+
+
+def _shapes(shards: ParamShards) -> dict[str, Any]:
+    """By path, what has the shape and dtype of each parameter."""
+    found = leaf_paths(shards.shapes())
+    return {path_string(path): leaf for path, leaf in found if leaf is not None}
+
+
+def _shards(
+    name: str,
+    shards: ParamShards,
+    nodes: dict[str, Node],
+    owner: dict[str, Node],
+    put: Callable[..., None],
+) -> None:
+    """Parameters that are buckets themselves, in the order of their leaves."""
+    axis, specs = shards.config.axis, param_specs(shards)
+    prefix = f"{name}/" if name else ""
+    for kind, layout, arrays, places in (
+        ("state", shards.layout, shards.buckets, specs.buckets),
+        ("frozen", shards.plan.frozen, shards.frozen, specs.frozen),
+    ):
+        if not layout.buckets:
+            continue
+        node = next((n for n in nodes.values() if n.layout == layout and n.kind == kind), None)
+        if kind == "state" and (prefix or node is None):
+            raise ValueError(
+                "params are shards of other buckets than the state's; make both with the same "
+                "optimizer: jzero.shard_params(params, zero=tx), tx.init(shards)"
+            )
+        if node is None:
+            node = nodes[f"params/{prefix}frozen"] = Node(
+                f"params/{prefix}frozen", layout, axis, kind
+            )
+        for bucket, (array, spec) in enumerate(zip(arrays, places, strict=True)):
+            put(Address("param", node.name, bucket), array, spec)
+    paths = shards.other_paths()
+    for path, leaf in zip(paths, shards.others, strict=True):
+        if leaf is not None:
+            put(Address(f"params/{prefix}{path}"), leaf, P())
+    assert shards.probes is None, "probes live inside jzero.value_and_grad only"

@@ -202,3 +202,82 @@ def test_padding_is_not_stored(make_mesh: Any, tmp_path: Path):
         like = jax.eval_shape(optimizer(on).init, params), params
         new_state, _ = checkpoint.restore(tmp_path, like, mesh=on)
         assert_bits(moments(new_state), moments(state))
+
+
+# ---------------------------------------------------------------- lazy parameter sync
+
+
+def scanned() -> dict[str, Any]:
+    """Leaves with a leading dim of five layers, and others; one is frozen, one does not train."""
+    rng = np.random.default_rng(9)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.uniform(0.5, 1, shape), jnp.bfloat16)
+
+    return {
+        "layers": {"kernel": draw(5, 40, 11), "bias": draw(5, 13)},
+        "embedding": draw(37, 19),
+        "frozen": draw(23, 3),
+        "count": jnp.int32(7),
+    }
+
+
+@pytest.fixture(scope="module")
+def kinds(make_mesh: Any) -> Any:
+    """From a kind of parameter sync and a mesh: the optimizer, and parameters as it takes them."""
+
+    def make(kind: str, shape: Any, bucket_mb: float = 2**-10) -> Any:
+        mesh = make_mesh(shape)
+        sync = "eager" if kind == "eager" else "lazy"
+        zero = config_for(mesh, bucket_mb=bucket_mb, param_sync=sync)
+        labels = {"layers": "", "embedding": "", "frozen": "frozen", "count": ""}
+        tx = jzero.adamw(1e-2, param_labels=labels, zero=zero)
+        params = replicated(scanned(), mesh)
+        if kind != "eager":
+            stacked = "layers" if kind == "stacked" else None
+            params = jzero.shard_params(params, zero=tx, stacked=stacked)
+        return mesh, tx, params
+
+    return make
+
+
+def random_like(state: Any, params: Any, mesh: Mesh, seed: int) -> Any:
+    """A state whose values are random, through a state dict, which knows no layout."""
+    d = checkpoint.state_dict(state, params)
+    rng = np.random.default_rng(seed)
+    for path, entry in d.items():
+        if path != "step" and "exp_avg" in entry:
+            for name in ("exp_avg", "exp_avg_sq"):
+                entry[name] = rng.uniform(0.5, 1, entry[name].shape).astype(np.float32)
+            noise = 1 + rng.uniform(-(2**-10), 2**-10, entry["param"].shape)
+            entry["param"] = np.float32(entry["param"] * noise)
+    return d, checkpoint.load_state_dict({**d, "step": 5}, state, params)
+
+
+@pytest.mark.parametrize("saved", ["eager", "lazy", "stacked"])
+def test_eager_and_lazy_and_stacked_are_one(saved: str, kinds: Any, tmp_path: Path):
+    mesh, tx, params = kinds(saved, 4)
+    d, (state, params) = random_like(tx.init(params), params, mesh, seed=1)
+    assert_bits(checkpoint.state_dict(state, params), {**d, "step": 5})
+    checkpoint.save(tmp_path, state, params)
+    assert checkpoint.verify(tmp_path) == 5
+    for kind, shape in (("eager", 3), ("lazy", (4, 2)), ("stacked", 2), ("stacked", 5)):
+        on, other, like = kinds(kind, shape, 2**-11)
+        new_state, new_params = checkpoint.restore(
+            tmp_path,
+            (jax.eval_shape(other.init, like), jax.eval_shape(lambda like=like: like)),
+            mesh=on,
+        )
+        assert_bits(
+            checkpoint.state_dict(new_state, new_params), checkpoint.state_dict(state, params)
+        )
+        assert type(new_params) is type(like)
+        assert jax.tree.structure((new_state, new_params)) == jax.tree.structure(
+            (jax.eval_shape(other.init, like), like)
+        )
+        whole = new_params if kind == "eager" else jzero.gather_params(new_params)
+        assert_bits(whole["count"], params["count"] if saved == "eager" else params.others[0])
+        specs = jzero.partition_specs((new_state, new_params))
+        arrays = jax.tree.leaves((new_state, new_params))
+        for array, spec in zip(arrays, jax.tree.leaves(specs), strict=True):
+            assert array.sharding.is_equivalent_to(NamedSharding(on, spec), array.ndim)
