@@ -61,11 +61,14 @@ class Target:
     def put(self, box: Box, values: np.ndarray) -> None:
         """Give a part its values; the array that is made of them owns its memory."""
         values = values.reshape([b - a for a, b in zip(box.start, box.stop, strict=True)])
+        if self.host:
+            self.made[None] = values.copy()
+            return
+        loose = unadoptable(values)
         for device in box.devices:
-            if self.host:
-                self.made[device] = values.copy()
-            else:
-                self.made[device] = jax.device_put(unadoptable(values), device)
+            self.made[device] = jax.device_put(loose, device)
+        # The host's memory is in use until the transfer is over.
+        jax.block_until_ready([self.made[device] for device in box.devices])
 
     def array(self) -> Any:
         """The array, when all parts have been put."""
