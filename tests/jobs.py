@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +22,15 @@ class Outcome:
 
     status: int
     output: str
-    seconds: float
+    ended: float  # seconds since the epoch
     seen: list[dict[str, Any]]
+    statuses: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def after(self) -> float:
+        """Seconds from the fault to the end of the last process."""
+        [at] = re.findall(r"fault at ([0-9.]+)", self.output)
+        return self.ended - float(at)
 
 
 def environment() -> dict[str, str]:
@@ -34,7 +43,6 @@ def environment() -> dict[str, str]:
 def start(command: Sequence[str], out: Path, **env: str) -> Outcome:
     """Run a command whose processes write to ``out``; its standard output and error together."""
     out.mkdir(exist_ok=True)
-    begin = time.monotonic()
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -45,9 +53,46 @@ def start(command: Sequence[str], out: Path, **env: str) -> Outcome:
         env=environment() | env,
         check=False,
     )
-    seconds = time.monotonic() - begin
-    seen = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(out.glob("process-*.json"))]
-    return Outcome(done.returncode, done.stdout, seconds, seen)
+    return Outcome(done.returncode, done.stdout, time.time(), written(out))
+
+
+def written(out: Path) -> list[dict[str, Any]]:
+    paths = sorted(out.glob("process-*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def scheduled(out: Path, processes: int, **options: Any) -> Outcome:
+    """The worker as a job scheduler starts it: no one looks after the processes. One that is
+    stopped is killed when the others have ended."""
+    out.mkdir(exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {"JZERO_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_CPU_DEVICES": "2"}
+    running: list[subprocess.Popen[str]] = []
+    log = (out / "log").open("w+", encoding="utf-8", errors="replace")
+    with log:
+        for i in range(processes):
+            place = {"JZERO_NUM_PROCESSES": str(processes), "JZERO_PROCESS_ID": str(i)}
+            env = environment() | common | place
+            running.append(
+                subprocess.Popen(worker(out, **options), env=env, stdout=log, stderr=log, text=True)
+            )
+        end = time.monotonic() + BOUND
+        try:
+            # The one at fault is the last, if it is stopped.
+            for process in running[:-1]:
+                process.wait(end - time.monotonic())
+            ended = time.time()
+            if options.get("fault") != "stop":
+                running[-1].wait(end - time.monotonic())
+                ended = time.time()
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        statuses = [process.returncode for process in running]
+        return Outcome(statuses[0], log.read(), ended, written(out), statuses)
 
 
 def worker(out: Path, **options: Any) -> list[str]:

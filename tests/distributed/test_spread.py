@@ -1,0 +1,141 @@
+"""Values and batches onto the devices, in one process; many are in test_training."""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import assert_bits
+
+import jzero
+from jzero._spread import _value, _words
+from jzero.distributed import broadcast, check_same, global_batch, local_rows
+
+
+def test_broadcast_in_one_process_places(make_mesh: Any):
+    mesh = make_mesh((2, 4))
+    tree = {
+        "a": np.array([-0.0, np.nan], np.float32),
+        "key": jax.random.key(3),
+        "none": None,
+        "wide": np.arange(3.0),  # float64 to numpy, float32 to JAX
+        "number": 7,
+    }
+    sent = broadcast(tree, mesh)
+    assert sent["none"] is None
+    assert sent["number"] == 7
+    expected = {"a": tree["a"], "key": tree["key"], "wide": tree["wide"].astype("f")}
+    assert_bits({name: sent[name] for name in expected}, expected)
+    for name in expected:
+        assert sent[name].sharding.is_fully_replicated
+        assert sent[name].sharding.device_set == set(mesh.devices.flat)
+    with pytest.raises(ValueError, match=r"source=1 has no device in the mesh, which spans \{0\}"):
+        broadcast(tree, mesh, source=1)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "bool", "int8", "uint32"],
+)
+def test_words_keep_every_bit(dtype: str):
+    patterns = np.random.default_rng(0).integers(0, 256, 64, np.uint8)
+    raw = patterns % 2 if dtype == "bool" else patterns
+    array = raw.view(jnp.dtype(dtype)).reshape(2, -1)
+    words = _words(array)
+    assert words.dtype.kind == "u"
+    back = np.asarray(jax.jit(lambda w: _value(w, array.dtype))(words))
+    assert back.dtype == array.dtype
+    assert back.tobytes() == array.tobytes()
+    assert _words(array[0, 0]).shape == ((2,) if dtype == "complex64" else ())
+
+
+def fake_mesh(processes: list[int]) -> Any:
+    """As much of a mesh as local_rows reads."""
+    devices = np.array([types.SimpleNamespace(process_index=p) for p in processes])
+    return types.SimpleNamespace(devices=devices, size=len(processes))
+
+
+def test_rows_of_a_process():
+    assert jax.process_index() == 0
+    assert local_rows(fake_mesh([0, 0, 1, 1]), 8).tolist() == [0, 1, 2, 3]
+    assert local_rows(fake_mesh([1, 0, 2, 0]), 8).tolist() == [2, 3, 6, 7]
+    assert local_rows(fake_mesh([1, 2]), 4).tolist() == []
+    assert local_rows(fake_mesh([0, 1]), 0).tolist() == []
+    for size in (7, -4, 4.0, True):
+        with pytest.raises(ValueError, match=r"cannot be split over 4 devices .*multiple of 4"):
+            local_rows(fake_mesh([0, 0, 1, 1]), size)
+
+
+@pytest.mark.parametrize("shape", [8, (2, 4)], ids=["one-axis", "two-axes"])
+def test_global_batch(shape: Any, make_mesh: Any):
+    mesh = make_mesh(shape)
+    x = np.arange(48).reshape(16, 3)
+    batch = {"x": x, "y": jnp.asarray(x[:, 0]), "scale": np.float32(2), "none": None}
+    rows = local_rows(mesh, 16)
+    assert rows.tolist() == list(range(16))
+    placed = global_batch(batch, mesh)
+    assert placed["none"] is None
+    for name in ("x", "y"):
+        assert_bits(placed[name], jax.device_put(batch[name]))
+        assert placed[name].sharding == NamedSharding(mesh, P(mesh.axis_names))
+    assert placed["scale"].sharding.is_fully_replicated
+    steps = global_batch(np.arange(32).reshape(2, 16), mesh, dim=1)
+    assert steps.sharding == NamedSharding(mesh, P(None, mesh.axis_names))
+    np.testing.assert_array_equal(steps, np.arange(32).reshape(2, 16))
+    with pytest.raises(ValueError, match=r"at 'x' has 12 rows, which the 8 devices of process 0"):
+        global_batch({"x": x[:12]}, mesh)
+
+
+def test_global_batch_is_what_value_and_grad_splits(make_mesh: Any):
+    mesh = make_mesh((2, 4))
+    zero = jzero.ZeroConfig(mesh=mesh, replica_axis="replica")
+    step = jax.jit(jzero.value_and_grad(lambda w, x: jnp.mean(x * w), zero=zero))
+    loss, _ = step(jnp.float32(2), global_batch(np.arange(16, dtype=np.float32), mesh))
+    assert float(loss) == 15.0
+
+
+def test_a_lone_process_agrees_with_itself():
+    check_same({"w": jnp.ones(3), "rate": 0.1, "none": None}, values=True)
+    jzero.distributed.barrier("here")
+    jzero.distributed.shutdown()
+
+
+def test_a_lone_process_starts_nothing(monkeypatch: pytest.MonkeyPatch):
+    for name in ("JZERO_PROCESS_ID", "JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    jzero.distributed.initialize()
+    jzero.distributed.initialize()
+    assert not jax.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        pytest.param({"initialization_timeout": 0}, "initialization_timeout=0 must be", id="zero"),
+        pytest.param({"heartbeat_timeout": float("nan")}, "heartbeat_timeout=nan must", id="nan"),
+        pytest.param({"shutdown_timeout": True}, "shutdown_timeout=True must be", id="bool"),
+        pytest.param({"coordinator_address": "a:1"}, r"but not \['num_processes'", id="half"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ValueError, match=error):
+        jzero.distributed.initialize(**arguments)
+
+
+def test_too_late_and_proxies(monkeypatch: pytest.MonkeyPatch):
+    jax.devices()
+    with pytest.raises(RuntimeError, match=r"comes too late: a device of JAX has been used"):
+        jzero.distributed.initialize("10.0.0.1:1234", 2, 0)
+    monkeypatch.setattr(jzero.distributed, "_backends_exist", lambda: False)
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(
+        ValueError, match=r"https_proxy='http://proxy:3128' sends .*no_proxy=10\.0\.0\.1,\$no_proxy"
+    ):
+        jzero.distributed.initialize("10.0.0.1:1234", 2, 0)
