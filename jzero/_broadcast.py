@@ -21,6 +21,7 @@ from jzero._config import ZeroConfig
 from jzero._layout import Layout, Leaf, path_string, plan_layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import leaf_paths, pack, unpack
+from jzero._processes import agree_on_layout
 
 __all__ = ["broadcast", "first_difference"]
 
@@ -47,7 +48,8 @@ def broadcast(tree: Any, *, zero: ZeroConfig | None = None) -> Any:
     axes = resolve_axes(config)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
     chosen, layout = _plan(tree, config.cap_bytes)
-    _check_agreement(layout, axes)
+    dtypes = {path: x.dtype for path, (_, x) in chosen.items()}
+    agree_on_layout("the tree to broadcast", layout, axes.mesh, dtypes)
     impls = {path: _key_impl(x) for path, (_, x) in chosen.items()}
 
     def body(local: dict[str, Array]) -> dict[str, Array]:
@@ -99,7 +101,8 @@ def first_difference(tree: Any, *, zero: ZeroConfig | None = None) -> str | None
         raise ValueError(
             "first_difference compares hashes on the host; call it outside of jit and shard_map"
         )
-    _check_agreement(layout, axes)
+    dtypes = {path: x.dtype for path, (_, x) in chosen.items()}
+    agree_on_layout("the tree to compare", layout, axes.mesh, dtypes)
     if not chosen:
         return None
 
@@ -128,28 +131,6 @@ def _plan(tree: Any, cap_bytes: int) -> tuple[dict[str, tuple[int, Any]], Layout
         leaves.append(Leaf(path, plain.shape, plain.dtype.name, plain.dtype.itemsize))
     # Four elements of one byte are a word.
     return chosen, plan_layout(leaves, shards=1, cap_bytes=cap_bytes, alignment=4)
-
-
-def _check_agreement(layout: Layout, axes: Axes) -> None:
-    """All processes must run one program; a hash of the plan tells before they hang in it."""
-    if axes.manual or jax.process_count() == 1 or not isinstance(axes.mesh, jax.sharding.Mesh):
-        return
-    mine = np.frombuffer(bytes.fromhex(layout.fingerprint), np.uint32)
-    placed = _placed(jnp.asarray(mine), axes)
-    gathered = jax.jit(
-        lambda x: on_mesh(
-            axes, lambda y: lax.all_gather(y, axes.names), (P(),), P(), x, check=False
-        )
-    )(placed)
-    rows = np.asarray(gathered).reshape(axes.size, mine.size)
-    other = np.flatnonzero((rows != rows[0]).any(axis=1))
-    if other.size:
-        processes = sorted({axes.mesh.devices.flat[int(i)].process_index for i in other})
-        raise ValueError(
-            f"the trees of processes {processes} differ from that of process "
-            f"{axes.mesh.devices.flat[0].process_index} in a path, shape or dtype; build the same "
-            "model in every process"
-        )
 
 
 def _placed(x: Any, axes: Axes) -> Any:

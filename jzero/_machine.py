@@ -21,7 +21,7 @@ from jzero._layout import Layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Plan, differing_slot
 from jzero._plans import checked_plan, gradient_shards, plan_params
-from jzero._processes import agree, spanned
+from jzero._processes import agree_on_layout
 from jzero._shards import ParamShards
 from jzero._state import GradShards, ZeroState, partition_specs
 from jzero._step import (
@@ -242,15 +242,9 @@ def _agree(layout: Layout, axes: Axes, leaves: dict[Any, Any]) -> None:
 
     Only where the call is one that all processes of the mesh must make anyway: on global arrays,
     outside of a trace (which a process that has a compiled program does not repeat)."""
-    if any(isinstance(x, Tracer) for x in leaves.values()):
-        return  # and the mesh may be of a topology that is only compiled for
-    processes = spanned(axes.mesh)
-    if len(processes) > 1:
-        facts = {
-            slot.path: f"{slot.dtype}{list(slot.shape)} in bucket {slot.bucket} at {slot.offset}"
-            for slot in layout.slots
-        }
-        agree(f"the parameters of {axes.shards} shards", facts, processes=processes)
+    # Under a trace the mesh may be of a topology that is only compiled for.
+    if not any(isinstance(x, Tracer) for x in leaves.values()):
+        agree_on_layout(f"the parameters of {axes.shards} shards", layout, axes.mesh)
 
 
 def _refuse_tied(leaves: dict[Any, Any]) -> None:

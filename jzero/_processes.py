@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["agree", "barrier", "client", "spanned"]
+from jzero._layout import Layout
+
+__all__ = ["agree", "agree_on_layout", "barrier", "client"]
 
 TIMEOUT = 300.0
 """Seconds to wait for the other processes: they may still be compiling, or reading a checkpoint."""
@@ -31,16 +33,6 @@ def client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
-
-
-def spanned(mesh: Any) -> tuple[int, ...]:
-    """The processes whose devices a mesh holds, in order; () for a mesh without devices, or one
-    whose devices are described only (no process can run on them)."""
-    if not isinstance(mesh, jax.sharding.Mesh):
-        return ()
-    found = sorted({device.process_index for device in mesh.devices.flat})
-    ours = {device.id for device in jax.local_devices(backend=mesh.devices.flat[0].platform)}
-    return tuple(found) if any(d.id in ours for d in mesh.devices.flat) else ()
 
 
 def barrier(name: str, timeout: float = TIMEOUT, processes: Iterable[int] | None = None) -> None:
@@ -120,6 +112,21 @@ def agree(
         raise ValueError(f"the processes do not agree on {topic}: {differing[0]}{more}")
 
 
+def agree_on_layout(
+    topic: str, layout: Layout, mesh: Any, dtypes: Mapping[str, Any] | None = None
+) -> None:
+    """:func:`agree` on each leaf and where it lies, among the processes of a mesh of several.
+    ``dtypes``: by path, where the layout's are not those that the user knows."""
+    processes = _spanned(mesh)
+    if len(processes) > 1:
+        facts = {
+            slot.path: f"{(dtypes or {}).get(slot.path, slot.dtype)}{list(slot.shape)}"
+            for slot in sorted(layout.slots, key=lambda slot: slot.path)
+        }
+        facts["the layout"] = f"{len(layout.buckets)} buckets ({layout.fingerprint[:12]})"
+        agree(topic, facts, processes=processes)
+
+
 def _difference(theirs: Mapping[str, str], ours: Mapping[str, str], first: int, me: int) -> str:
     names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     shown = "; ".join(
@@ -133,3 +140,13 @@ def _difference(theirs: Mapping[str, str], ours: Mapping[str, str], first: int, 
 
 def _first_lines(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
+
+
+def _spanned(mesh: Any) -> tuple[int, ...]:
+    """The processes whose devices a mesh holds, in order; () for a mesh without devices, or one
+    whose devices are described only (no process can run on them)."""
+    if client() is None or not isinstance(mesh, jax.sharding.Mesh):
+        return ()
+    found = sorted({device.process_index for device in mesh.devices.flat})
+    ours = {device.id for device in jax.local_devices(backend=mesh.devices.flat[0].platform)}
+    return tuple(found) if any(d.id in ours for d in mesh.devices.flat) else ()

@@ -1,4 +1,4 @@
-"""Values from one process to all devices, and batches from all processes to one array."""
+"""What all processes hold alike, and batches to which each brings its part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jzero import _processes
 from jzero._layout import path_string
 from jzero._pack import leaf_paths
 
-__all__ = ["broadcast", "check_same", "global_batch", "local_rows"]
+__all__ = ["check_same", "global_batch", "local_rows"]
 
 
 def check_same(
@@ -59,108 +59,6 @@ def _fact(path: Any, leaf: Any, values: bool) -> str:
         leaf = leaf.addressable_data(0)
     data = np.ascontiguousarray(np.asarray(leaf))
     return f"{kind} with sha256 {hashlib.sha256(data.tobytes()).hexdigest()[:16]}"
-
-
-def broadcast(tree: Any, mesh: Mesh, *, source: int = 0) -> Any:
-    """The values that process ``source`` holds, on every device of the mesh, bit by bit.
-
-    For initial values that processes drew with different seeds, or that one of them read. With
-    one seed everywhere, ``jax.device_put(params, NamedSharding(mesh, P()))`` is enough, and
-    refuses values that differ.
-
-    Args:
-      tree: of arrays that this process holds, of the same structure, shapes and dtypes on all
-        processes (which is checked first). What is no array must be equal everywhere.
-      mesh: over devices of all processes.
-      source: index of the process whose values count.
-
-    Returns:
-      The tree, its arrays replicated over ``mesh``. Collectives: one all-reduce of each array.
-      On each device 2 x the bytes of the largest arrays in flight, at most of all.
-
-    Raises:
-      ValueError: trees that differ between processes; a ``source`` without devices in the mesh.
-    """
-    processes = [device.process_index for device in mesh.devices.flat]
-    if source not in processes:
-        raise ValueError(f"source={source} has no device in the mesh, which spans {set(processes)}")
-    check_same(tree, "the tree to broadcast")
-    leaves, treedef = jax.tree.flatten(tree)
-    keys = [i for i, x in enumerate(leaves) if _is_key(x)]
-    implementations = {i: jax.random.key_impl(leaves[i]) for i in keys}
-    arrays = {
-        i: np.asarray(jax.random.key_data(x) if i in implementations else _own(x))
-        for i, x in enumerate(leaves)
-        if hasattr(x, "shape") and hasattr(x, "dtype")
-    }
-    for i, array in arrays.items():
-        arrays[i] = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-    everywhere = NamedSharding(mesh, P())
-    if len(set(processes)) == 1:
-        sent = jax.device_put(arrays, everywhere)
-    else:
-        sent = _from_device(arrays, mesh, processes.index(source))
-    return treedef.unflatten(
-        [
-            jax.random.wrap_key_data(sent[i], impl=implementations[i])
-            if i in implementations
-            else sent.get(i, x)
-            for i, x in enumerate(leaves)
-        ]
-    )
-
-
-def _from_device(arrays: dict[int, np.ndarray], mesh: Mesh, source: int) -> dict[int, Any]:
-    """Every device's own arrays to those of device number ``source`` in the mesh."""
-    names = mesh.axis_names
-    apart = NamedSharding(mesh, P(names))
-
-    def stacked(array: np.ndarray) -> jax.Array:
-        words = _words(array)[None]
-        shape = (mesh.size, *words.shape[1:])
-        return jax.make_array_from_callback(shape, apart, lambda _: words)
-
-    def pick(parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        here = lax.axis_index(names) == source
-
-        def one(i: int, stack: jax.Array) -> jax.Array:
-            words = lax.psum(jnp.where(here, stack[0], jnp.zeros_like(stack[0])), names)
-            return _value(words, arrays[i].dtype)
-
-        return {i: one(i, stack) for i, stack in parts.items()}
-
-    mapped = jax.shard_map(pick, mesh=mesh, in_specs=P(names), out_specs=P())
-    return jax.jit(mapped)({i: stacked(array) for i, array in arrays.items()})
-
-
-def _words(array: np.ndarray) -> np.ndarray:
-    """The bits of an array as unsigned integers, whose sum with zeros is exact: -0.0 and NaNs
-    travel too. Complex numbers become a last dim of two."""
-    array = np.ascontiguousarray(array).reshape(array.shape)
-    if np.iscomplexobj(array):
-        array = np.stack([np.real(array), np.imag(array)], axis=-1)
-    return array.view(f"uint{8 * array.dtype.itemsize}")
-
-
-def _value(words: jax.Array, dtype: Any) -> jax.Array:
-    """Inverse of :func:`_words`."""
-    if dtype == np.bool_:
-        return words.astype(jnp.bool_)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = np.finfo(dtype).dtype
-        real, imag = (lax.bitcast_convert_type(words[..., i], part) for i in (0, 1))
-        return lax.complex(real, imag)
-    return lax.bitcast_convert_type(words, dtype)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
-
-
-def _own(x: Any) -> Any:
-    """This process's copy of a replicated array."""
-    whole = isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated
-    return x.addressable_data(0) if whole else x
 
 
 def local_rows(mesh: Mesh, size: int) -> np.ndarray:

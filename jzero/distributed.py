@@ -4,7 +4,8 @@ A script for one process or many::
 
     jzero.distributed.initialize()                 # before anything else of JAX
     mesh = jzero.distributed.make_mesh()
-    params = jzero.distributed.broadcast(init(seed), mesh)
+    zero = jzero.ZeroConfig(mesh=mesh)
+    params = jzero.broadcast(init(seed), zero=zero)  # process 0's values, whatever the seeds
     rows = jzero.distributed.local_rows(mesh, batch_size)
     for batch in data:
         step(params, state, jzero.distributed.global_batch(batch[rows], mesh))
@@ -24,13 +25,12 @@ from jzero import _processes
 from jzero._cluster import find_job, jax_detects, proxy_in_the_way
 from jzero._domains import make_mesh
 from jzero._meeting import MeetingError, Peer, meet
-from jzero._spread import broadcast, check_same, global_batch, local_rows
+from jzero._spread import check_same, global_batch, local_rows
 from jzero._watch import watch
 
 __all__ = [
     "MeetingError",
     "barrier",
-    "broadcast",
     "check_same",
     "global_batch",
     "initialize",

@@ -112,15 +112,15 @@ def test_a_process_killed_at_the_start(tmp_path: Path):
     [
         pytest.param(
             "model",
-            "the tree to broadcast: 'c' is float32[7, 5] on process 0 and float32[7, 4] on "
-            "process 1",
+            r"the tree to broadcast: 'c' is float32\[7, 5\] on process 0 and float32\[7, 4\] on "
+            r"process 1; 'the layout' is",
             id="shape",
         ),
         # By tx.init, without being asked.
         pytest.param(
             "buckets",
-            "the parameters of 4 shards: 'a' is float32[6, 7] in bucket 2 at 0 on process 0 and "
-            "float32[6, 7] in bucket 1 at 0 on process 1; ",
+            r"the parameters of 4 shards: 'the layout' is 3 buckets \(\w+\) on process 0 and 2 "
+            r"buckets \(\w+\) on process 1",
             id="buckets",
         ),
     ],
@@ -130,7 +130,7 @@ def test_another_model_is_named_on_all(fault: str, said: str, tmp_path: Path):
     assert len(outcome.statuses) == 2
     assert set(outcome.statuses) <= {1, PEER_FAILED}, outcome.output
     said = f"ValueError: the processes do not agree on {said}"
-    assert outcome.output.count(said) >= 2, outcome.output
+    assert len(re.findall(said, outcome.output)) >= 2, outcome.output
 
 
 def test_a_wrong_coordinator(tmp_path: Path):

@@ -12,45 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import assert_bits
 
 import jzero
-from jzero._spread import _value, _words
-from jzero.distributed import broadcast, check_same, global_batch, local_rows
-
-
-def test_broadcast_in_one_process_places(make_mesh: Any):
-    mesh = make_mesh((2, 4))
-    tree = {
-        "a": np.array([-0.0, np.nan], np.float32),
-        "key": jax.random.key(3),
-        "none": None,
-        "wide": np.arange(3.0),  # float64 to numpy, float32 to JAX
-        "number": 7,
-    }
-    sent = broadcast(tree, mesh)
-    assert sent["none"] is None
-    assert sent["number"] == 7
-    expected = {"a": tree["a"], "key": tree["key"], "wide": tree["wide"].astype("f")}
-    assert_bits({name: sent[name] for name in expected}, expected)
-    for name in expected:
-        assert sent[name].sharding.is_fully_replicated
-        assert sent[name].sharding.device_set == set(mesh.devices.flat)
-    with pytest.raises(ValueError, match=r"source=1 has no device in the mesh, which spans \{0\}"):
-        broadcast(tree, mesh, source=1)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "bool", "int8", "uint32"],
-)
-def test_words_keep_every_bit(dtype: str):
-    patterns = np.random.default_rng(0).integers(0, 256, 64, np.uint8)
-    raw = patterns % 2 if dtype == "bool" else patterns
-    array = raw.view(jnp.dtype(dtype)).reshape(2, -1)
-    words = _words(array)
-    assert words.dtype.kind == "u"
-    back = np.asarray(jax.jit(lambda w: _value(w, array.dtype))(words))
-    assert back.dtype == array.dtype
-    assert back.tobytes() == array.tobytes()
-    assert _words(array[0, 0]).shape == ((2,) if dtype == "complex64" else ())
+from jzero.distributed import check_same, global_batch, local_rows
 
 
 def fake_mesh(processes: list[int]) -> Any:

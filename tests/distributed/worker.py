@@ -99,9 +99,9 @@ def main(options: Options) -> None:
         do("kill")
 
     drawn = draw(me if options.seed_of_process else 0, 4 if mine and fault == "model" else 5)
-    params = jzero.distributed.broadcast(drawn, mesh)
+    params = jzero.broadcast(drawn, zero=jzero.ZeroConfig(mesh=mesh, replica_axis=replica))
     if options.seed_of_process:
-        jax.tree.map(same_bits, jzero.distributed.broadcast(odd(me), mesh), odd(0))
+        jax.tree.map(same_bits, jzero.broadcast(odd(me), zero=zero), odd(0))
     state = tx.init(params)
     value_and_grad = jzero.value_and_grad(loss_fn, zero=tx)
 
