@@ -39,10 +39,10 @@ class Curve:
 
 
 class Progress:
-    """A bar on a terminal, now and then a line elsewhere."""
+    """A bar on a terminal, now and then a line elsewhere; nothing if ``quiet``."""
 
-    def __init__(self) -> None:
-        self.console = Console(highlight=False)
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(highlight=False, quiet=quiet)
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -101,7 +101,8 @@ def summarize(
         "jzero": _figures(ours),
     }
     # CPU devices keep no account; on the first device optax ran too.
-    accounts: list[dict[str, int]] = [d.memory_stats() or {} for d in devices[1:] or devices]
+    here = [d for d in devices if d.process_index == devices[0].process_index]
+    accounts: list[dict[str, int]] = [d.memory_stats() or {} for d in here[1:] or here]
     if peaks := [account.get("peak_bytes_in_use", 0) for account in accounts if account]:
         summary["peak_bytes"] = max(peaks)
     if theirs is not None:

@@ -3,8 +3,10 @@
     make demo
     python examples/train_gpt.py --size small --steps 200 --devices 8
     python examples/train_gpt.py --data ~/notes --precision bfloat16
+    jzero launch -n 2 --devices-per-process 4 -- python examples/train_gpt.py
 
-Without accelerators the devices are simulated on the CPU. Writes loss.png, sample.txt and
+Without accelerators the devices are simulated on the CPU. Of several processes, each loads its own
+part of every batch, and the first runs optax and writes. Writes loss.png, sample.txt and
 summary.json to --out.
 """
 
@@ -120,13 +122,13 @@ def train(
 ) -> tuple[Any, Any, Curve]:
     """Run all steps; the curve says what each cost."""
     steps, batch, window = batches.shape
-    device = min(sharding.device_set, key=lambda d: d.id)
+    device = min(sharding.addressable_devices, key=lambda d: d.id)
     curve = Curve(name, bytes_on(device, params), bytes_on(device, state))
     every = max(1, -(-steps // EVALUATIONS))
     with progress.of(curve, steps) as advance:
         for i in range(steps):
             start = time.perf_counter()
-            placed = jax.device_put(batches[i], sharding)
+            placed = own_part(batches[i], sharding)
             params, state, loss, norm = step(params, state, placed)
             # Waiting for each step keeps the figures honest; a long run would look less often.
             curve.losses.append(float(loss))
@@ -138,6 +140,15 @@ def train(
     return params, state, curve
 
 
+def own_part(batch: np.ndarray, sharding: Sharding) -> Array:
+    """The batch on the devices of all processes, of which this one gives its own rows."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.device_put(batch, sharding)
+    assert isinstance(sharding.mesh, Mesh)
+    rows = jzero.distributed.local_rows(sharding.mesh, len(batch))
+    return jzero.distributed.global_batch(batch[rows], sharding.mesh)
+
+
 def run(options: argparse.Namespace) -> Result:
     """Train with jzero, then with optax, and write the comparison to ``options.out``.
 
@@ -146,7 +157,9 @@ def run(options: argparse.Namespace) -> Result:
     """
     size, dtype = SIZES[options.size], DTYPES[options.precision]
     steps, batch = options.steps or size.steps, options.batch or size.batch
+    jzero.distributed.initialize()  # nothing, in a lone process
     used = devices(options.devices)
+    first = jax.process_index() == 0
     if batch % len(used):
         raise ValueError(
             f"--batch {batch} is not a multiple of {len(used)} devices, which each take an equal "
@@ -164,7 +177,7 @@ def run(options: argparse.Namespace) -> Result:
     held_out = text.held_out_batch(16 * len(used), size.length)
     loss_of = functools.partial(loss_fn, graph)
     arguments = optimizer_arguments(size, steps)
-    progress = Progress()
+    progress = Progress(quiet=not first)
     progress.print(
         f"{options.size} GPT, {sum(x.size for x in jax.tree.leaves(initial)):,} parameters in "
         f"{options.precision}, on {len(used)} devices ({used[0].device_kind}); "
@@ -176,7 +189,7 @@ def run(options: argparse.Namespace) -> Result:
         return jax.device_put(jax.tree.map(lambda x: jnp.array(x, dtype), initial), sharding)
 
     # Auto axes: the evaluation below is split over the devices by XLA.
-    mesh = jax.make_mesh((len(used),), ("data",), (AxisType.Auto,), devices=used)
+    mesh = jzero.distributed.make_mesh(devices=used, axis_types=AxisType.Auto)
     tx, step = sharded(loss_of, arguments, size.bucket_mb, mesh)
     params = start(NamedSharding(mesh, P()), dtype)
     rows = NamedSharding(mesh, P("data"))
@@ -193,8 +206,8 @@ def run(options: argparse.Namespace) -> Result:
     )
 
     theirs = None
-    if options.reference:
-        alone = SingleDeviceSharding(used[0])
+    if options.reference and first:
+        alone = SingleDeviceSharding(jax.local_devices()[0])
         tx, step = replicated(loss_of, arguments, dtype)
         master = start(alone, jnp.float32)
         rounded = jax.jit(lambda p, windows: loss_of(cast(p, dtype), windows))
@@ -208,10 +221,12 @@ def run(options: argparse.Namespace) -> Result:
             theirs.state_bytes += theirs.param_bytes
             theirs.param_bytes = ours.param_bytes
 
+    if not first:
+        return Result({}, ours, None, params, state)
     prompt = bytes(text.held_out[: min(24, size.length)]).decode(errors="replace")
     sample = generate(
         graph,
-        jax.device_put(params, used[0]),
+        jax.tree.map(lambda x: x.addressable_data(0), params),
         prompt,
         SAMPLE_BYTES,
         size.length,
