@@ -1,13 +1,23 @@
 """Validation, documentation and the one dispatcher of the Adam kernels."""
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jzero_kernels.adam import dispatch, mosaic_gpu, reference, stats, tpu, tpu_stats, triton
+from jzero_kernels.adam import (
+    dispatch,
+    forms,
+    mosaic_gpu,
+    reference,
+    stats,
+    tpu,
+    tpu_stats,
+    triton,
+)
+from jzero_kernels.adam.forms import Master, Random, Remainder, Scaled
 from jzero_kernels.adam.math import AdamResult, AdamScalars, Emit, WeightDecayMode
 
 Backend = Literal["auto", "reference", "tpu", "mosaic_gpu", "triton"]
@@ -15,11 +25,12 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def adam_update(
-    p: jax.Array,
-    m: jax.Array,
-    v: jax.Array,
+    p: Any,
+    m: Any,
+    v: Any,
     g: jax.Array,
     scalars: AdamScalars,
+    random: Random | None = None,
     *,
     nesterov: bool = False,
     weight_decay_mode: WeightDecayMode = "decoupled",
@@ -49,11 +60,14 @@ def adam_update(
     Only the reference is differentiable.
 
     Args:
-      p: float[n], the master parameter: float32 as a rule; float64, bfloat16, float16 too.
-      m: float[n], first moment.
-      v: float[n], second moment.
+      p: float[n], the parameter: float32 as a rule; float64, bfloat16, float16 too. Or a
+        ``Master`` (of a float[n], or of a ``Scaled``), or a ``Remainder``: see ``forms``.
+      m: float[n], first moment; or a ``Scaled`` of n elements, n a multiple of 128.
+      v: float[n], second moment; or a ``Scaled``, which holds its root.
       g: float[n], gradient, any float dtype.
       scalars: :class:`AdamScalars`, 0-d device values.
+      random: where given, moments and masters in 8 or 16 bits are rounded stochastically with
+        these bits instead of to nearest.
       nesterov: see above.
       weight_decay_mode: "decoupled" (AdamW, Loshchilov & Hutter) or "l2" (added to the gradient).
       out_dtype: dtype of ``out``.
@@ -76,21 +90,21 @@ def adam_update(
     _check_choice(name, "weight_decay_mode", weight_decay_mode, get_args(WeightDecayMode))
     _check_choice(name, "emit", emit, get_args(Emit))
     _check_choice(name, "backend", backend, BACKENDS)
-    _check_vectors(name, {"p": p, "m": m, "v": v, "g": g})
+    _check_vectors(name, {"g": g})
+    for argument, form in (("p", p), ("m", m), ("v", v)):
+        _check_form(name, argument, form, g)
     _check_dtype(name, "out_dtype", jnp.dtype(out_dtype))
+    _check_emit(name, p, jnp.dtype(out_dtype), emit)
     scalars = _check_scalars(scalars)
     if block is not None and backend in ("auto", "reference"):
         raise ValueError(
             f"{name}: `block` is {block}; accepted: None with backend {backend!r}, which may have "
             "no blocks. Pass None, or a kernel's backend by name."
         )
-    p, m, v, g, *cast_scalars = dispatch.vary_together(name, (p, m, v, g, *scalars))
+    operands: Any = (p, m, v, g, scalars, *(() if random is None else (random,)))
+    together = dispatch.vary_together(name, forms.parts(operands))
     return _adam_update(
-        p,
-        m,
-        v,
-        g,
-        AdamScalars(*cast_scalars),
+        *forms.rebuilt(operands, iter(together)),
         nesterov=nesterov,
         weight_decay_mode=weight_decay_mode,
         out_dtype=jnp.dtype(out_dtype),
@@ -106,11 +120,12 @@ def adam_update(
     static_argnames=("nesterov", "weight_decay_mode", "out_dtype", "emit", "backend", "block"),
 )
 def _adam_update(
-    p: jax.Array,
-    m: jax.Array,
-    v: jax.Array,
+    p: Any,
+    m: Any,
+    v: Any,
     g: jax.Array,
     scalars: AdamScalars,
+    random: Random | None = None,
     *,
     out_dtype: jnp.dtype,
     backend: Backend,
@@ -125,8 +140,8 @@ def _adam_update(
         for key, module in modules.items()
     }
     reasons = {key: x.unsupported(p, m, v, g, out_dtype) for key, x in modules.items()}
-    operands = (p, m, v, g, scalars)
-    if p.size == 0 or backend == "reference":
+    operands: Any = (p, m, v, g, scalars, *(() if random is None else (random,)))
+    if g.size == 0 or backend == "reference":
         return plain(*operands)
     if backend == "auto":
         # Lengths without the free two-dimensional view: XLA updates them in place just as well.
@@ -134,8 +149,8 @@ def _adam_update(
             key: kernel
             for key, kernel in kernels.items()
             if reasons[key] is None
-            and not any(map(dispatch.is_typed_sharded, (p, m, v, g)))
-            and (key != "tpu" or tpu.is_aligned(p.size, p.dtype, m.dtype, g.dtype, out_dtype))
+            and not any(map(dispatch.is_typed_sharded, forms.parts((p, m, v, g))))
+            and (key != "tpu" or tpu.is_aligned(g.size, p, m, v, g, out_dtype))
         }
         return dispatch.auto(taken, plain)(*operands)
     _check_supported(name, backend, reasons[backend])
@@ -234,6 +249,50 @@ def _check_vectors(function: str, arrays: dict[str, jax.Array]) -> None:
                 f"`{first_name}`, {jnp.shape(first)}. Pass shards of one bucket."
             )
         _check_dtype(function, name, jnp.dtype(x.dtype))
+
+
+def _check_form(function: str, name: str, form: Any, g: jax.Array) -> None:
+    """A parameter or a moment: an array, or a form for which its arrays fit."""
+    if isinstance(form, (Master, Remainder)) and name == "p":
+        _check_vectors(function, {"g": g, "p.visible": form.visible})
+        if isinstance(form, Master):
+            _check_form(function, "p.stored", form.stored, g)
+            return
+        halves = (jnp.dtype(form.visible.dtype).name, jnp.dtype(form.low.dtype).name)
+        if halves != ("bfloat16", "int16") or form.low.shape != g.shape:
+            raise ValueError(
+                f"{function}: `p` is a Remainder of {halves} and shape {form.low.shape}; "
+                f"accepted: ('bfloat16', 'int16') and {g.shape}. Split a float32 with forms.split."
+            )
+    elif isinstance(form, Scaled):
+        n, dtype = g.size, jnp.dtype(form.values.dtype).name
+        _check_vectors(function, {"g": g, f"{name}.values": form.values})
+        if n % forms.BLOCK or form.scales.shape != (n // forms.BLOCK,):
+            raise ValueError(
+                f"{function}: `{name}` is Scaled with {n} values and scales of shape "
+                f"{form.scales.shape}; accepted: a multiple of {forms.BLOCK} values, and one scale "
+                f"for {forms.BLOCK} of them. Pad the shard to whole blocks."
+            )
+        if dtype not in forms.SCALABLE:
+            raise ValueError(
+                f"{function}: `{name}` is Scaled {dtype}; accepted: {', '.join(forms.SCALABLE)}. "
+                "Pass a wider moment as a plain array."
+            )
+    else:
+        _check_vectors(function, {"g": g, name: cast("jax.Array", form)})
+
+
+def _check_emit(function: str, p: Any, out_dtype: jnp.dtype, emit: Emit) -> None:
+    if isinstance(p, (Master, Remainder)) and emit == "update":
+        raise ValueError(
+            f"{function}: `emit` is 'update' with a {type(p).__name__} as `p`; accepted: 'param'. "
+            "Subtract the old parameter from `out` where a change is wanted."
+        )
+    if isinstance(p, Remainder) and out_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"{function}: `out_dtype` is {out_dtype} with a Remainder as `p`; accepted: bfloat16, "
+            "the upper half. Cast `out`, or use a Master."
+        )
 
 
 def _check_scalars(scalars: AdamScalars) -> AdamScalars:

@@ -11,7 +11,7 @@ Momentum into Adam" (ICLR 2016 workshop).
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +63,16 @@ class AdamResult(NamedTuple):
     """What one step gives back, each 1-D of the shard's length.
 
     Attributes:
-      p: new master parameter, dtype of the argument ``p``.
-      m: new first moment, dtype of the argument ``m``.
-      v: new second moment, dtype of the argument ``v``.
+      p: new stored parameter: in the form of ``p``, of ``p.stored`` for a ``Master``, or the new
+        ``p.low`` of a ``Remainder``.
+      m: new first moment, in the form of the argument ``m``.
+      v: new second moment, in the form of the argument ``v``.
       out: ``out_dtype``; the parameter to gather, or the update to add (see ``emit``).
     """
 
-    p: jax.Array
-    m: jax.Array
-    v: jax.Array
+    p: Any
+    m: Any
+    v: Any
     out: jax.Array
 
 
@@ -101,10 +102,10 @@ class StepValues(NamedTuple):
     u: jax.Array
 
 
-def compute_dtype(m_dtype: DTypeLike, v_dtype: DTypeLike) -> jnp.dtype:
+def compute_dtype(*moments: DTypeLike) -> jnp.dtype:
     """The dtype of the arithmetic: float32, or float64 when a moment is kept in float64."""
     wide = jnp.dtype(jnp.float64)
-    return wide if wide in (jnp.dtype(m_dtype), jnp.dtype(v_dtype)) else jnp.dtype(jnp.float32)
+    return wide if wide in [jnp.dtype(t) for t in moments] else jnp.dtype(jnp.float32)
 
 
 def coefficients(scalars: AdamScalars, dtype: DTypeLike = jnp.float32) -> Coefficients:

@@ -12,87 +12,164 @@ mesh of the target's devices (inside ``shard_map``, say).
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jzero_kernels.adam import forms
 from jzero_kernels.adam.blocks import block_for
+from jzero_kernels.adam.body import Options, Values, bits_of, handed_out, skipped, step
+from jzero_kernels.adam.forms import Blocks, Random, Scaled
 from jzero_kernels.adam.math import (
     AdamResult,
     AdamScalars,
     Coefficients,
-    Emit,
-    WeightDecayMode,
-    adam_step,
     coefficients,
+    runtime_zero,
 )
 
 LANES = 128
 # Elements handled at a time inside a block: four float32 registers (8 x 128) an operand, so that
 # one iteration lives in the 64 registers, and a whole tile of any dtype down to 8 bits.
 CHUNK = 32 * LANES
+# With scales a row of the view is a block, and one row of 128 scales belongs to 128 rows.
+SCALED_CHUNK = LANES * LANES
 
-STATE_DTYPES = ("float32", "bfloat16")
-WIRE_DTYPES = (*STATE_DTYPES, "float8_e5m2", "float8_e4m3fn")
+STATE_DTYPES = ("float32", "bfloat16", "int16")
+SCALED_DTYPES = ("bfloat16", "float8_e5m2", "float8_e4m3fn")
+WIRE_DTYPES = ("float32", "bfloat16", "float8_e5m2", "float8_e4m3fn")
+
+
+def _scaled(form: Any) -> list[Scaled]:
+    """The Scaled forms among those of one operand."""
+    if isinstance(form, Scaled):
+        return [form]
+    return [x for part in form for x in _scaled(part)] if isinstance(form, tuple) else []
 
 
 def unsupported(p: Any, m: Any, v: Any, g: Any, out_dtype: DTypeLike) -> str | None:
     """Why the kernel does not take these operands, or None if it does."""
-    for name, dtype, accepted in (
-        ("p", p.dtype, STATE_DTYPES),
-        ("m", m.dtype, STATE_DTYPES),
-        ("v", v.dtype, STATE_DTYPES),
-        ("g", g.dtype, WIRE_DTYPES),
-        ("out_dtype", jnp.dtype(out_dtype), WIRE_DTYPES),
-    ):
+    for name, operand in (("p", p), ("m", m), ("v", v)):
+        for scaled in _scaled(operand):
+            dtype = jnp.dtype(scaled.values.dtype).name
+            if dtype not in SCALED_DTYPES:
+                return f"`{name}` is Scaled {dtype}; accepted: {', '.join(SCALED_DTYPES)}"
+            if scaled.values.size % 4096 or scaled.values.size < 8 * SCALED_CHUNK:
+                return (
+                    f"`{name}` is Scaled with {scaled.values.size} values; accepted: multiples of "
+                    f"4096 from {8 * SCALED_CHUNK}"
+                )
+    plain = [
+        (name, array.dtype, STATE_DTYPES)
+        for name, operand in (("p", p), ("m", m), ("v", v))
+        if not _scaled(operand)
+        for array in forms.parts(operand)
+    ]
+    wires = [("g", g.dtype, WIRE_DTYPES), ("out_dtype", jnp.dtype(out_dtype), WIRE_DTYPES)]
+    for name, dtype, accepted in (*plain, *wires):
         if jnp.dtype(dtype).name not in accepted:
             return f"`{name}` is {jnp.dtype(dtype).name}; accepted: {', '.join(accepted)}"
     return None
 
 
-def is_aligned(n: int, *dtypes: DTypeLike) -> bool:
-    """Whether flat arrays of n elements and these dtypes have the free (n / 128, 128) view."""
+def is_aligned(n: int, *operands: Any) -> bool:
+    """Whether flat arrays of n elements, in these forms or dtypes, have the free (n / 128, 128)
+    view."""
+    dtypes = [jnp.dtype(getattr(x, "dtype", x)) for x in forms.parts(operands)]
     # 8-bit types are tiled by (32, 128).
-    return n % (CHUNK if any(jnp.dtype(t).itemsize == 1 for t in dtypes) else 8 * LANES) == 0
+    return n % (CHUNK if any(t.itemsize == 1 for t in dtypes) else 8 * LANES) == 0
 
 
-def _view(n: int, block: int, aligned: bool) -> tuple[tuple[int, ...], pl.BlockSpec, int]:
-    """Array shape, block spec and leading extent of a chunk: two dimensions if aligned, or one."""
-    chunk = min(CHUNK, block)
+class _View(NamedTuple):
+    """How the kernel sees arrays of n elements: two dimensions if aligned, or one."""
+
+    shape: tuple[int, ...]
+    spec: pl.BlockSpec
+    chunk: int  # leading extent
+    scales: pl.BlockSpec
+
+
+def _view(n: int, block: int, aligned: bool, scaled: bool) -> _View:
+    chunk = min(SCALED_CHUNK if scaled else CHUNK, block)
+    scales = pl.BlockSpec((max(block // LANES, 1),), lambda i: (i,))
     if aligned:
         spec = pl.BlockSpec((block // LANES, LANES), lambda i: (i, 0))
-        return (n // LANES, LANES), spec, chunk // LANES
-    return (n,), pl.BlockSpec((block,), lambda i: (i,)), chunk
+        return _View((n // LANES, LANES), spec, chunk // LANES, scales)
+    return _View((n,), pl.BlockSpec((block,), lambda i: (i,)), chunk, scales)
+
+
+def _blocks() -> Blocks:
+    """Blocks of a chunk of (128, 128): its rows. Their scales travel as a row of 128 lanes, which
+    a mask by the diagonal turns into a column and back, exactly."""
+    square = (LANES, LANES)
+    diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(
+        jnp.int32, square, 1
+    )
+
+    def turned(x: jax.Array, dim: int) -> jax.Array:
+        wide = jnp.broadcast_to(x, square)
+        return jnp.max(jnp.where(diagonal, wide, jnp.zeros_like(wide)), axis=dim, keepdims=True)
+
+    def largest(x: jax.Array) -> jax.Array:
+        return turned(jnp.max(x, axis=1, keepdims=True), 0)
+
+    def spread(s: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(turned(s, 1), square)
+
+    return Blocks(largest, spread)
 
 
 def _adam_kernel(
     scalars_ref: Any,
-    p_ref: Any,
-    m_ref: Any,
-    v_ref: Any,
-    g_ref: Any,
-    p_out: Any,
-    m_out: Any,
-    v_out: Any,
-    out: Any,
-    *,
+    random_ref: Any,
+    *refs: Any,
+    inputs: tuple[Any, ...],
+    is_scale: tuple[tuple[bool, ...], tuple[bool, ...]],
     chunk: int,
-    nesterov: bool,
-    weight_decay_mode: WeightDecayMode,
-    emit: Emit,
+    options: Options,
 ) -> None:
+    count = len(forms.parts(inputs))
+    in_refs, out_refs = refs[:count], refs[count:]
     *values, finite_value = (scalars_ref[i] for i in range(len(Coefficients._fields) + 1))
+    c = Coefficients(*values)
     finite = finite_value != 0
-    chunks = p_ref.shape[0] // chunk
+    chunks = in_refs[-1].shape[0] // chunk
+    blocks = _blocks()
+    random = None if random_ref is None else Random(random_ref[0], random_ref[1])
 
-    def put_param(at: Any, new: Any) -> None:
-        # Where out is the wider, read the rounded parameter back, so that out is its cast.
-        stored = p_out[at] if out.dtype.itemsize > p_out.dtype.itemsize else new
-        out[at] = stored.astype(out.dtype)
+    def at(i: Any, scale: bool) -> Any:
+        extent = LANES if scale else chunk
+        return pl.ds(pl.multiple_of(i * extent, extent), extent)
+
+    def load(i: Any) -> Any:
+        arrays = []
+        for ref, scale in zip(in_refs, is_scale[0], strict=True):
+            x = ref[at(i, scale)]
+            arrays.append(x.reshape(1, LANES) if scale else x)
+        return forms.rebuilt(inputs, iter(arrays))
+
+    zero = runtime_zero(c.minus_learning_rate)
+
+    def store(i: Any, values: Values) -> None:
+        results = forms.parts(handed_out(values, zero, options))
+        for ref, x, scale in zip(out_refs, results, is_scale[1], strict=True):
+            ref[at(i, scale)] = x.reshape(LANES) if scale else x
+
+    def index(i: Any) -> jax.Array | None:
+        if random is None:
+            return None
+        shape = (chunk, LANES)[: len(in_refs[-1].shape)]
+        start = (pl.program_id(0) * chunks + i) * math.prod(shape)
+        number = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        if len(shape) == 2:
+            number = number + lax.broadcasted_iota(jnp.int32, shape, 0) * LANES
+        return number + start
 
     # Two bodies, and not one with selects: a skipped step does no arithmetic, so nothing that g
     # holds and no flushing of subnormals can change a bit.
@@ -100,50 +177,29 @@ def _adam_kernel(
     def _() -> None:
         @pl.loop(0, chunks)
         def _(i: Any) -> None:
-            at = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-            new = adam_step(
-                p_ref[at],
-                m_ref[at],
-                v_ref[at],
-                g_ref[at],
-                Coefficients(*values),
-                nesterov=nesterov,
-                weight_decay_mode=weight_decay_mode,
-            )
-            p_out[at] = new.p.astype(p_out.dtype)
-            m_out[at] = new.m.astype(m_out.dtype)
-            v_out[at] = new.v.astype(v_out.dtype)
-            if emit == "update":
-                out[at] = new.u.astype(out.dtype)
-            else:
-                put_param(at, new.p.astype(p_out.dtype))
+            p, m, v, g = load(i)
+            bits = bits_of(random, index(i))
+            store(i, step(p, m, v, g, c, options, blocks=blocks, bits=bits))
 
     @pl.when(jnp.logical_not(finite))
     def _() -> None:
         @pl.loop(0, chunks)
         def _(i: Any) -> None:
-            at = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-            p = p_ref[at]
-            p_out[at] = p
-            m_out[at] = m_ref[at]
-            v_out[at] = v_ref[at]
-            kept = jnp.full(p.shape, -0.0, out.dtype) if emit == "update" else p.astype(out.dtype)
-            out[at] = kept
+            p, m, v, _ = load(i)
+            store(i, skipped(p, m, v, zero, options, blocks=blocks))
 
 
 def adam_update(
-    p: jax.Array,
-    m: jax.Array,
-    v: jax.Array,
+    p: Any,
+    m: Any,
+    v: Any,
     g: jax.Array,
     scalars: AdamScalars,
+    random: Random | None = None,
     *,
-    nesterov: bool,
-    weight_decay_mode: WeightDecayMode,
-    out_dtype: DTypeLike,
-    emit: Emit,
     block: int | None = None,
     interpret: Any = False,
+    **options: Any,
 ) -> AdamResult:
     """One step on a shard of n >= 1 elements; arguments as the public ``adam_update``.
 
@@ -151,44 +207,62 @@ def adam_update(
       interpret: False to compile, True for Pallas' interpreter, or a
         ``pltpu.InterpretParams`` for the simulator of TPU memory.
     """
-    (n,) = p.shape
-    aligned = is_aligned(n, p.dtype, m.dtype, v.dtype, g.dtype, out_dtype)
-    dtypes = tuple(jnp.dtype(t).name for t in (p.dtype, m.dtype, v.dtype, g.dtype, out_dtype))
-    block = block_for("tpu", n, dtypes, block)
-    shape, spec, chunk = _view(n, block, aligned)
-    manual = jax.typeof(p).manual_axis_type
-    operands = [x.reshape(shape) for x in (p, m, v, g)]
+    (n,) = g.shape
+    chosen = Options(**options)
+    out_dtype = jnp.dtype(chosen.out_dtype)
+    inputs = (p, m, v, g)
+    manual = jax.typeof(g).manual_axis_type
+    out = jax.ShapeDtypeStruct((n,), out_dtype)
+    outputs = AdamResult(forms.stored_part(p), m, v, cast("jax.Array", out))
+    scaled = bool(_scaled(inputs))
+    block = block_for("tpu", n, (*forms.names(*inputs), out_dtype.name), block)
+    view = _view(n, block, is_aligned(n, *inputs, out_dtype), scaled)
+    arrays_in, arrays_out = forms.parts(inputs), forms.parts(outputs)
+    is_scale = forms.scale_flags(n, arrays_in, arrays_out)
     # One small array in scalar memory, so one transfer before the first step and not thirteen.
     packed = jnp.stack([*coefficients(scalars), scalars.finite.astype(jnp.float32)])
+    smem = [pl.BlockSpec(memory_space=pltpu.SMEM)]
+    scalar_operands = [packed] + ([] if random is None else [jnp.stack(random)])
+    body = functools.partial(
+        _adam_kernel,
+        inputs=forms.rebuilt(inputs, iter([0] * len(arrays_in))),
+        is_scale=is_scale,
+        chunk=view.chunk,
+        options=chosen,
+    )
+    kernel = body if random is not None else (lambda s, *refs: body(s, None, *refs))
     # The simulator (of 0.10.2) hands aliased results back as long as whole blocks: a test that
     # uses it sees the same kernel without the aliases.
-    aliases = {} if isinstance(interpret, pltpu.InterpretParams) else {1: 0, 2: 1, 3: 2}
+    simulated = isinstance(interpret, pltpu.InterpretParams)
+    aliases = {} if simulated else forms.aliases(p, m, v, first=len(scalar_operands))
     results = pl.pallas_call(
-        functools.partial(
-            _adam_kernel,
-            chunk=chunk,
-            nesterov=nesterov,
-            weight_decay_mode=weight_decay_mode,
-            emit=emit,
-        ),
+        kernel,
         grid=(pl.cdiv(n, block),),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), spec, spec, spec, spec],
-        out_specs=[spec, spec, spec, spec],
+        in_specs=[
+            *smem * len(scalar_operands),
+            *(view.scales if s else view.spec for s in is_scale[0]),
+        ],
+        out_specs=[view.scales if s else view.spec for s in is_scale[1]],
         out_shape=[
-            jax.ShapeDtypeStruct(shape, t, manual_axis_type=manual)
-            for t in (p.dtype, m.dtype, v.dtype, jnp.dtype(out_dtype))
+            jax.ShapeDtypeStruct(x.shape if s else view.shape, x.dtype, manual_axis_type=manual)
+            for x, s in zip(arrays_out, is_scale[1], strict=True)
         ],
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(
             flops=20 * n,
             transcendentals=n,
-            bytes_accessed=bytes_moved(n, *dtypes),
+            bytes_accessed=sum(
+                x.size * jnp.dtype(x.dtype).itemsize for x in (*arrays_in, *arrays_out)
+            ),
         ),
         interpret=interpret,
         name="jzero_adam",
-    )(packed, *operands)
-    return AdamResult(*(x.reshape(n) for x in results))
+    )(
+        *scalar_operands,
+        *(x if s else x.reshape(view.shape) for x, s in zip(arrays_in, is_scale[0], strict=True)),
+    )
+    return forms.rebuilt(outputs, iter([x.reshape(-1) for x in results]))
 
 
 def bytes_moved(n: int, p: str, m: str, v: str, g: str, out: str) -> int:
