@@ -152,7 +152,8 @@ def _adam_update(
             and not any(map(dispatch.is_typed_sharded, forms.parts((p, m, v, g))))
             and (key != "tpu" or tpu.is_aligned(g.size, p, m, v, g, out_dtype))
         }
-        return dispatch.auto(taken, plain)(*operands)
+        table = dispatch.AUTO_SCALED if forms.has_scales((p, m, v)) else dispatch.AUTO
+        return dispatch.auto(taken, plain, table)(*operands)
     _check_supported(name, backend, reasons[backend])
     kernel = functools.partial(kernels[backend], block=block)
     return dispatch.by_platform(name, backend, kernel, plain)(*operands)
@@ -205,7 +206,7 @@ def _grad_stats(g: jax.Array, *, backend: Backend) -> jax.Array:
 def default_backend(platform: str) -> str:
     """The backend that "auto" takes when lowering for a platform ("cpu", "tpu", "cuda", "rocm").
 
-    Operands that its kernel does not take (:func:`adam_update` with float64, say) go to
+    Scaled forms go to "triton" on GPU. Operands that its kernel does not take (:func:`adam_update` with float64, say) go to
     "reference" instead.
     """
     return dispatch.AUTO.get(platform, "reference")

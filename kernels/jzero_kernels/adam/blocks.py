@@ -39,6 +39,8 @@ class BlockRule:
 # mosaic_gpu: per warpgroup of 128 threads; triton: per program of 4 warps.
 RULES: dict[str, BlockRule] = {
     "tpu": BlockRule(2**17, 2**12, 16, (2**15, 2**16, 2**17, 2**18)),
+    # A block's scales are a one-dimensional block too, which TPU takes in multiples of 1024.
+    "tpu_scaled": BlockRule(2**17, 2**17, 1, (2**17, 2**18)),
     "mosaic_gpu": BlockRule(2**12, 2**10, 1, (2**10, 2**11, 2**12, 2**13)),
     "triton": BlockRule(2**11, 2**7, 1, (2**9, 2**10, 2**11, 2**12)),
 }

@@ -33,6 +33,10 @@ AUTO: dict[str, str] = {
     "rocm": "reference",
 }
 
+# With Scaled forms XLA makes two passes and keeps the moments in float32 in between (compiled for
+# H200: four bytes a parameter of temporary memory), so the kernel is the choice there.
+AUTO_SCALED: dict[str, str] = {**AUTO, "cuda": "triton", "rocm": "triton"}
+
 
 _refuse_p = Primitive("jzero_refuse_platform")
 _refuse_p.def_abstract_eval(lambda x, *, message: x)
@@ -115,7 +119,8 @@ def by_platform(
 
     def refuse(*args: Any) -> _Tree:
         first, *rest = args
-        return fallback(_refuse_p.bind(first, message=message), *rest)
+        refused = _each(lambda x: _refuse_p.bind(x, message=message), first)
+        return fallback(refused, *rest)
 
     no_vmap = (
         f"{function}: `backend` is {backend!r} under vmap; accepted there: 'auto', 'reference'. "
@@ -132,16 +137,21 @@ def by_platform(
     return call
 
 
-def auto(kernels: dict[str, Callable[..., _Tree]], reference: Callable[..., _Tree]) -> Any:
-    """A function that runs, on each platform, what :data:`AUTO` says; the reference elsewhere.
+def auto(
+    kernels: dict[str, Callable[..., _Tree]],
+    reference: Callable[..., _Tree],
+    table: dict[str, str],
+) -> Any:
+    """A function that runs, on each platform, what a table says; the reference elsewhere.
 
     Args:
       kernels: backend name to function, for those usable with the operands at hand.
       reference: the plain-XLA function.
+      table: :data:`AUTO` or :data:`AUTO_SCALED`.
     """
     branches = {
         platform: _or_reference_under_vmap(kernels[name], reference)
-        for platform, name in AUTO.items()
+        for platform, name in table.items()
         if name in kernels
     }
     if not branches:

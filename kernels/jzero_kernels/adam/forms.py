@@ -150,6 +150,13 @@ def scale_flags(n: int, *groups: list[Any]) -> Any:
     return tuple(tuple(x.shape != (n,) for x in arrays) for arrays in groups)
 
 
+def has_scales(form: Any) -> bool:
+    """Whether there is a Scaled in it."""
+    if isinstance(form, Scaled):
+        return True
+    return isinstance(form, tuple) and any(map(has_scales, cast("tuple[Any, ...]", form)))
+
+
 def names(*forms: Any) -> tuple[str, ...]:
     """A name for each form, of its dtypes."""
 

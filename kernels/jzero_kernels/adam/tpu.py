@@ -140,6 +140,7 @@ def _adam_kernel(
     c = Coefficients(*values)
     finite = finite_value != 0
     chunks = in_refs[-1].shape[0] // chunk
+    grid_step = pl.program_id(0)
     blocks = _blocks()
     random = None if random_ref is None else Random(random_ref[0], random_ref[1])
 
@@ -165,7 +166,7 @@ def _adam_kernel(
         if random is None:
             return None
         shape = (chunk, LANES)[: len(in_refs[-1].shape)]
-        start = (pl.program_id(0) * chunks + i) * math.prod(shape)
+        start = (grid_step * chunks + i) * math.prod(shape)
         number = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
         if len(shape) == 2:
             number = number + lax.broadcasted_iota(jnp.int32, shape, 0) * LANES
@@ -214,8 +215,8 @@ def adam_update(
     manual = jax.typeof(g).manual_axis_type
     out = jax.ShapeDtypeStruct((n,), out_dtype)
     outputs = AdamResult(forms.stored_part(p), m, v, cast("jax.Array", out))
-    scaled = bool(_scaled(inputs))
-    block = block_for("tpu", n, (*forms.names(*inputs), out_dtype.name), block)
+    scaled = forms.has_scales(inputs)
+    block = block_for("tpu_scaled" if scaled else "tpu", n, (*forms.names(*inputs), out_dtype.name), block)
     view = _view(n, block, is_aligned(n, *inputs, out_dtype), scaled)
     arrays_in, arrays_out = forms.parts(inputs), forms.parts(outputs)
     is_scale = forms.scale_flags(n, arrays_in, arrays_out)
