@@ -6,7 +6,6 @@ from jzero import checkpoint as checkpoint
 from jzero import distributed as distributed
 from jzero._broadcast import broadcast as broadcast
 from jzero._broadcast import first_difference as first_difference
-from jzero._config import Precision as Precision
 from jzero._config import ZeroConfig as ZeroConfig
 from jzero._ddp_step import LocalGrads as LocalGrads
 from jzero._gather import save_except_gathered as save_except_gathered
@@ -19,6 +18,7 @@ from jzero._loss_scale import DynamicLossScale as DynamicLossScale
 from jzero._multi_steps import MultiSteps as MultiSteps
 from jzero._multi_steps import MultiStepsState as MultiStepsState
 from jzero._norms import global_norm as global_norm
+from jzero._precision import Precision as Precision
 from jzero._shards import ParamShards as ParamShards
 from jzero._state import GradShards as GradShards
 from jzero._state import ZeroState as ZeroState

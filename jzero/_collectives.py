@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jzero._codec import Codec
+from jzero._codec import Codec, from_bytes, to_bytes
 from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import pack
@@ -84,17 +84,20 @@ def reduce_scatter(
     if len(set(kinds.values())) > 1:
         grads = {path: _as_partial(g, owed - kinds[path], axes) for path, g in grads.items()}
     first, at = grads[bucket.slots[0].path], 0
-    if shaped and first.shape == bucket.dims:
+    narrow = codec.wide and codec.grad.itemsize == 1
+    if shaped and first.shape == bucket.dims and not narrow:
         flat = first.astype(codec.grad)
     else:
-        flat = pack(grads, bucket, codec.grad)
+        flat = pack(grads, bucket, codec.state if narrow else codec.grad)
         at = flat.ndim - 1  # 1: all rows of a stacked bucket
     if axes.shard not in owed or axes.shards == 1:
         shard = jax.vmap(lambda row: own_shard(row, axes))(flat) if at else own_shard(flat, axes)
     elif codec.wide:
         split = (axes.shards, flat.shape[at] // axes.shards)
         rows = flat.reshape(*flat.shape[:at], *split, *flat.shape[at + 1 :])
+        rows = to_bytes(rows, codec.grad) if narrow else rows
         rows = lax.all_to_all(rows, axes.shard, split_axis=at, concat_axis=at, tiled=True)
+        rows = from_bytes(rows, codec.grad) if narrow else rows
         shard = jnp.sum(rows, axis=at, dtype=jnp.float32)
     else:
         shard = lax.psum_scatter(flat, axes.shard, scatter_dimension=at, tiled=True)

@@ -1,88 +1,19 @@
 """What the user chooses, checked when it is written down.
 
-Both classes are frozen, hashable and keyword-only: a configuration that exists is a legal one.
+Frozen, hashable and keyword-only, as ``Precision`` is: a configuration that exists is a legal one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+
+from jzero._precision import Precision
 
 __all__ = ["Precision", "ZeroConfig"]
-
-_STATE = ("float32",)
-_WIRE = ("float32", "bfloat16", "float16")
-_MASTER = ("full", "none")
-_ACCUMULATE = ("wire", "float32")
-
-
-def _dtype(name: str, value: Any, accepted: tuple[str, ...]) -> np.dtype:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError as error:
-        raise ValueError(
-            f"Precision({name}={value!r}) is not a dtype; use one of {accepted}"
-        ) from (error)
-    if dtype.name not in accepted:
-        raise ValueError(
-            f"Precision({name}={dtype.name!r}) is not supported; use one of {accepted}"
-        )
-    return dtype
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Precision:
-    """In which dtypes state is kept and values travel.
-
-    Attributes:
-      state: dtype of the moments and of the master parameters. float32.
-      grad_sync: dtype on the wire of the reduce-scatter: float32, bfloat16 or float16. None:
-        ``state``. Sums are accumulated in this dtype by the collective.
-      param_sync: dtype on the wire of the all-gather, and so the precision of the parameters
-        that come back. None: each leaf's own dtype.
-      master: "full" keeps a copy in ``state`` dtype of every parameter that its leaf cannot
-        hold (a float32 leaf that is gathered in float32 is its own master and costs nothing);
-        "none" keeps no copy, so a bfloat16 leaf rounds at every step.
-      accumulate: where the sum of a 16-bit ``grad_sync`` is rounded. "wire": by the collective, at
-        every addition. "float32": the same bytes travel by all-to-all, and each device adds
-        them in float32; costs a copy of the bucket.
-      scaled: per-block scales for state below 32 bits; there is none yet, so False.
-
-    Raises:
-      ValueError: a value outside these lists, by name.
-    """
-
-    state: Any = jnp.float32
-    grad_sync: Any = None
-    param_sync: Any = None
-    master: Literal["full", "none"] = "full"
-    accumulate: Literal["wire", "float32"] = "wire"
-    scaled: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", _dtype("state", self.state, _STATE))
-        for name in ("grad_sync", "param_sync"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _dtype(name, getattr(self, name), _WIRE))
-        if self.master not in _MASTER:
-            raise ValueError(f"Precision(master={self.master!r}): use one of {_MASTER}")
-        if self.accumulate not in _ACCUMULATE:
-            raise ValueError(f"Precision(accumulate={self.accumulate!r}): use one of {_ACCUMULATE}")
-        if self.accumulate == "float32" and (self.grad_sync or self.state) == self.state:
-            raise ValueError(
-                "Precision(accumulate='float32') is for a 16-bit grad_sync, and grad_sync is "
-                f"{self.state.name}, which adds in float32 anyway; leave accumulate='wire'"
-            )
-        if self.scaled:
-            raise ValueError(
-                "Precision(scaled=True) scales state below 32 bits, and state is "
-                f"{self.state.name}; leave scaled=False"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +46,7 @@ class ZeroConfig:
     bucket_mb: float = 100.0
     average: bool = True
     param_sync: Literal["eager", "lazy"] = "eager"
-    precision: Precision = Precision()
+    precision: Precision = dataclasses.field(default_factory=Precision)
 
     def __post_init__(self) -> None:
         for name in ("axis", "replica_axis"):

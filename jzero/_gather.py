@@ -14,6 +14,7 @@ the cotangent is the shard's, divided as ``average`` says, rounded to the parame
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -106,15 +107,18 @@ def weighed(grad: Array, weight: Array) -> Array:
 
 def _gathered(how: Gather, shard: Array) -> dict[str, Array]:
     bucket, axes = how.bucket, how.axes
-    wire = vary(shard.astype(how.codec.sync if how.trains else how.codec.leaf), axes)
+    codec = how.codec if how.trains else dataclasses.replace(how.codec, sync=how.codec.leaf)
+    wire = vary(shard.astype(codec.out), axes)
     one_layer, shaped = wire.ndim < 3, False
-    if one_layer and bucket.dims is not None:
+    if one_layer and bucket.dims is not None and codec.out == codec.sync:
         shaped = True
         wire = wire.reshape(bucket.dims[0] // axes.shards, *bucket.dims[1:])
     else:
         wire = wire.reshape(-1) if one_layer else wire.reshape(bucket.layers, -1)
+    wire = codec.sent(wire)
     if axes.shards > 1:
         wire = lax.all_gather(wire, axes.shard, axis=0 if one_layer else 1, tiled=True)
+    wire = codec.received(wire, axes.shards)
     leaves = _unpack_p.bind(wire, bucket=bucket, leaf=how.codec.leaf, shaped=shaped)
     return {
         slot.path: checkpoint_name(leaf, GATHERED)

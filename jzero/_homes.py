@@ -20,6 +20,7 @@ from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import Plan, pack, unpack
 from jzero._shards import ParamShards, param_specs
+from jzero._update import Emit
 
 __all__ = ["Home", "Replicated", "Sharded", "home_of"]
 
@@ -43,8 +44,11 @@ class Home(Protocol):
         """This device's (shard,) of a bucket, in the leaves' dtype."""
         ...
 
-    def give(self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes) -> dict[Any, Array]:
-        """An emitted (shard,) as arrays like those of :meth:`entries`."""
+    def give(
+        self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes, how: Emit
+    ) -> dict[Any, Array]:
+        """An emitted (shard,) of parameters, or of changes to them, as arrays like those of
+        :meth:`entries`."""
         ...
 
     def others(self, params: Any) -> dict[Any, Any]:
@@ -81,8 +85,13 @@ class Replicated:
     def take(self, entries: dict[Any, Array], bucket: Bucket, codec: Codec, axes: Axes) -> Array:
         return own_shard(pack(entries, bucket, codec.leaf), axes)
 
-    def give(self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes) -> dict[Any, Array]:
-        return dict(unpack(all_gather(shard, axes), bucket))
+    def give(
+        self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes, how: Emit
+    ) -> dict[Any, Array]:
+        if how == "update":
+            return dict(unpack(all_gather(shard, axes), bucket))
+        flat = codec.received(all_gather(codec.sent(shard), axes), axes.shards)
+        return dict(unpack(flat.astype(codec.leaf), bucket))
 
     def others(self, params: Any) -> dict[Any, Any]:
         trains = dict(zip(self.plan.paths, self.plan.trains, strict=True))
@@ -108,7 +117,11 @@ class Sharded:
     def take(self, entries: dict[Any, Array], bucket: Bucket, codec: Codec, axes: Axes) -> Array:
         return entries[bucket.number].reshape(-1)
 
-    def give(self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes) -> dict[Any, Array]:
+    def give(
+        self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes, how: Emit
+    ) -> dict[Any, Array]:
+        if how == "param":  # as it would be gathered: what the master is compared with
+            shard = codec.received(codec.sent(shard)).astype(codec.leaf)
         return {bucket.number: shard.reshape(bucket.form(shard.size))}
 
     def others(self, params: ParamShards) -> dict[Any, Any]:

@@ -39,7 +39,11 @@ TILE = 1024
 """Elements that a large shard is a multiple of: one (8, 128) float32 tile, so that a TPU sees
 the flat shard as rows of whole tiles without a copy."""
 
+NARROW_TILE = 4096
+"""Elements that a still larger shard is a multiple of: one (32, 128) tile of 8-bit state."""
+
 PathKey = str | int
+_Key = tuple[str, str, str, int, str]
 
 
 class Leaf(NamedTuple):
@@ -53,6 +57,7 @@ class Leaf(NamedTuple):
       group: leaves of different groups never share a bucket.
       block: nor do leaves of different blocks: parts of a model that are gathered apart.
       layers: rows of a stacked leaf, equal to ``shape[0]``; 0 for a leaf that is not stacked.
+      policy: nor do leaves of different precision policies.
     """
 
     path: tuple[PathKey, ...]
@@ -62,6 +67,7 @@ class Leaf(NamedTuple):
     group: str = ""
     block: str = ""
     layers: int = 0
+    policy: str = ""
 
 
 class Slot(NamedTuple):
@@ -100,6 +106,7 @@ class Bucket(NamedTuple):
     padded: int
     shard: int
     layers: int = 0
+    policy: str = ""
 
     def __repr__(self) -> str:
         return _repr(self)
@@ -150,7 +157,7 @@ class Bucket(NamedTuple):
 def _repr(value: Slot | Bucket) -> str:
     """Fingerprints are made of it: layouts without stacked layers keep the ones they always had."""
     fields = zip(value._fields, value, strict=True)
-    shown = [f"{name}={x!r}" for name, x in fields if name != "layers" or x]
+    shown = [f"{name}={x!r}" for name, x in fields if x or name not in ("layers", "policy")]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
@@ -249,7 +256,7 @@ def plan_layout(
 
     Leaves are taken in reverse order of their paths (integers in a path compare as numbers), so
     the result does not depend on the order in which they are passed. Each (dtype, group, block,
-    layers) fills a bucket until the next leaf would take it over the cap, then starts another. A
+    layers, policy) fills a bucket until the next leaf would take it over the cap, then starts another. A
     leaf of at least the cap has a bucket of its own and leaves the open one open. A zero-size leaf
     joins the open bucket. Of stacked leaves, one layer's bytes count. Every bucket is sized to its
     content, so a large cap costs a small model nothing.
@@ -258,8 +265,8 @@ def plan_layout(
       leaves: the trainable arrays.
       shards: devices on the shard axis.
       cap_bytes: most bytes of leaves, at their own dtype and without padding, in a bucket.
-      alignment: elements that each shard is a multiple of. None: ``TILE`` where that pads a
-        bucket by less than 1/16, else ``ALIGNMENT``.
+      alignment: elements that each shard is a multiple of. None: the largest of
+        ``NARROW_TILE``, ``TILE`` and ``ALIGNMENT`` that pads a bucket by less than 1/16.
       order: path strings, first to be placed first, instead of the reverse path order. Must
         name each leaf once.
       first_cap_bytes: a smaller cap of the first bucket of each such key, so that its
@@ -281,16 +288,16 @@ def plan_layout(
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    # (dtype, group, block, layers) -> members of the bucket being filled, and their bytes so far.
+    # (dtype, group, block, layers, policy) -> members of the bucket being filled, and their bytes so far.
     members: list[list[tuple[str, Leaf, int]]] = []
-    open_bucket: dict[tuple[str, str, str, int], int] = {}
+    open_bucket: dict[_Key, int] = {}
     filled: list[int] = []
-    cap_of: dict[tuple[str, str, str, int], int] = {}  # of the open bucket; unset before the first
+    cap_of: dict[_Key, int] = {}  # of the open bucket; unset before the first
     first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
     for path, leaf in _in_order(list(leaves), order):
         size = math.prod(leaf.shape[1:] if leaf.layers else leaf.shape)
         nbytes = size * leaf.itemsize
-        key = (leaf.dtype, leaf.group, leaf.block, leaf.layers)
+        key = (leaf.dtype, leaf.group, leaf.block, leaf.layers, leaf.policy)
         index = open_bucket.get(key)
         if nbytes >= cap_bytes:
             index = len(members)
@@ -320,7 +327,8 @@ def _bucket(
         )
         offset += size
     if alignment is None:
-        alignment = TILE if offset >= 16 * TILE * shards else ALIGNMENT
+        fits = (unit for unit in (NARROW_TILE, TILE) if offset >= 16 * unit * shards)
+        alignment = next(fits, ALIGNMENT)
     # A bucket of zero-size leaves alone still gets one unit, so that no stage meets an empty array.
     first = content[0][1]
     rows = max(1, first.layers)
@@ -335,6 +343,7 @@ def _bucket(
         shard * shards,
         shard,
         first.layers,
+        first.policy,
     )
 
 

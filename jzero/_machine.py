@@ -34,6 +34,7 @@ from jzero._step import (
     zero_step,
 )
 from jzero._update import Emit, OptaxRule, Rule
+from jzero_kernels.adam import BLOCK
 
 __all__ = ["Machine"]
 
@@ -316,8 +317,9 @@ def _check_state(state: Any, plan: Plan, axes: Axes) -> None:
         )
     leaves = jax.tree.leaves(state.inner)
     arrays = [x for x, s in zip(leaves, state.sharded, strict=True) if s]
-    arrays += [x for x in state.master if x is not None]
+    arrays += jax.tree.leaves(state.master)
     sizes = {b.shard if axes.manual else b.padded for b in plan.layout.buckets}
+    sizes |= {size // BLOCK for size in sizes}  # their scales
     for array in arrays:
         if array.shape[0] not in sizes:
             raise ValueError(

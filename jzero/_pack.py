@@ -106,6 +106,7 @@ def plan_tree(
     cap_bytes: int,
     groups: Callable[[Any], dict[str, str | None]] | None = None,
     stacks: Stacks | None = None,
+    policy: Callable[[str], str] = lambda _: "",
 ) -> Plan:
     """Plan the buckets of a parameter tree.
 
@@ -116,6 +117,7 @@ def plan_tree(
       groups: from ``params`` to a group for every path; None freezes the leaf.
       stacks: given for parameters that are kept as shards: then no bucket holds leaves of two
         blocks (:func:`block_of`), and frozen leaves are planned too.
+      policy: from a path to its precision policy.
 
     Raises:
       ValueError: a complex leaf, by path; whatever ``groups`` and ``plan_layout`` raise.
@@ -137,7 +139,8 @@ def plan_tree(
         stacked.append(stack)
         if floating:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # numpy's float64 is float32 to JAX
-            new = Leaf(path, tuple(leaf.shape), dtype.name, dtype.itemsize, group or "")
+            shape = tuple(leaf.shape)
+            new = Leaf(path, shape, dtype.name, dtype.itemsize, group or "", policy=policy(name))
             if stack is not None:
                 new = new._replace(block=stack, layers=leaf.shape[0])
             elif stacks is not None:

@@ -25,7 +25,12 @@ def plan_params(params: Any, axes: Axes, config: ZeroConfig, groups: Groups | No
         return checked_plan(params, axes, config, groups)
     stacks = None if config.param_sync == "eager" else lambda _path, _leaf: None
     return plan_tree(
-        params, shards=axes.shards, cap_bytes=config.cap_bytes, groups=groups, stacks=stacks
+        params,
+        shards=axes.shards,
+        cap_bytes=config.cap_bytes,
+        groups=groups,
+        stacks=stacks,
+        policy=config.precision.policy,
     )
 
 
@@ -58,6 +63,7 @@ def checked_plan(
         cap_bytes=config.cap_bytes,
         groups=groups,
         stacks=lambda path, _leaf: stacks[path],
+        policy=config.precision.policy,
     )
     for have, want in ((plan.layout, new.layout), (plan.frozen, new.frozen)):
         if have != want:

@@ -12,18 +12,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jzero._codec import Codec
+from jzero._codec import Codec, Noise
 from jzero._collectives import all_gather, own_shard, reduce_scatter
 from jzero._homes import Home
-from jzero._layout import Layout
+from jzero._layout import Bucket, Layout
 from jzero._measure import Measured, measure
 from jzero._mesh import Axes
 from jzero._pack import unpack
 from jzero._state import GradShards, ZeroState
 from jzero._update import Emit, Rule, Scaling
+from jzero_kernels.adam import Random
+from jzero_kernels.adam.forms import random_bits
 
 __all__ = [
     "Operands",
@@ -102,35 +105,50 @@ def zero_step(
     grad_shards = reduced(grads, run)
     measured = measure(grad_shards, axes)
     scaling, norm = _scaling(measured, operands, run)
-    param_shards = tuple(
-        codec.decode(stored, run.home.take(params, bucket, codec, axes))
+    kept = tuple(
+        codec.operand(stored, run.home.take(params, bucket, codec, axes))
         for bucket, codec, stored in zip(buckets, run.codecs, state.master, strict=True)
     )
     updated = run.rule.apply(
-        param_shards,
+        kept,
         grad_shards,
         state.inner,
         operands.rule,
         scaling,
+        _noises(state.step, run),
         run.layout,
         run.codecs,
         run.emit,
     )
     emitted: dict[Any, Array] = {}
-    for bucket, codec, shard in zip(buckets, run.codecs, updated.out, strict=True):
-        emitted |= run.home.give(shard, bucket, codec, axes)
+    for bucket, codec, how, shard in zip(buckets, run.codecs, run.emit, updated.out, strict=True):
+        emitted |= run.home.give(shard, bucket, codec, axes, how)
     advance = scaling.finite.astype(jnp.int32)
     return emitted, ZeroState(
         step=state.step + advance,
         grad_norm=norm,
         skipped=state.skipped + (1 - advance),
         finite=measured.finite,
-        master=tuple(c.encode(p) for c, p in zip(run.codecs, updated.params, strict=True)),
+        master=updated.master,
         inner=updated.inner,
         layout=state.layout,
         axis=state.axis,
         sharded=state.sharded,
     )
+
+
+def _noises(step: Array, run: Run) -> tuple[Noise, ...]:
+    """Random bits for each bucket: of the seed, the step, the bucket and the element's place."""
+
+    def noise(bucket: Bucket, codec: Codec) -> Noise:
+        if codec.seed is None:
+            return Noise(None)
+        key = random_bits(step, jnp.int32(np.uint32(codec.seed & 0xFFFFFFFF).astype(np.int32)))
+        key = random_bits(key, jnp.int32(bucket.number))
+        first = jnp.int32(0) if run.axes.shards == 1 else lax.axis_index(run.axes.shard)
+        return Noise(Random(key, first * jnp.int32(bucket.shard)))
+
+    return tuple(noise(b, c) for b, c in zip(run.layout.buckets, run.codecs, strict=True))
 
 
 def reduce_gradients(
@@ -158,7 +176,7 @@ def reduced(grads: dict[str, Array] | GradShards, run: Run) -> tuple[Array, ...]
     leaves: dict[str, Array] = {}
     for bucket, shard in zip(grads.layout.buckets, grads.buckets, strict=True):
         leaves |= unpack(all_gather(shard, run.axes), bucket)
-    exact = [dataclasses.replace(codec, grad=codec.state) for codec in run.codecs]
+    exact = [dataclasses.replace(codec, grad=codec.state, wide=False) for codec in run.codecs]
     return reduce_gradients(leaves, run.layout, run.axes, exact, owed=frozenset())
 
 
@@ -184,7 +202,7 @@ def init_state(params: dict[Any, Array], run: Run) -> ZeroState:
         for bucket, codec in zip(run.layout.buckets, run.codecs, strict=True)
     )
     master = tuple(codec.init(shard) for codec, shard in zip(run.codecs, shards, strict=True))
-    full = tuple(s if m is None else m for m, s in zip(master, shards, strict=True))
+    full = tuple(c.decode(m, s) for c, m, s in zip(run.codecs, master, shards, strict=True))
     return _state(
         run,
         jnp.int32(0),
@@ -211,7 +229,7 @@ def state_specs(run: Run) -> ZeroState:
         P(),
         P(),
         P(),
-        tuple(None if codec.master is None else shard for codec in run.codecs),
+        tuple(None if c.master is None else c.master.like(shard) for c in run.codecs),
         jax.tree.map(lambda s: shard if s else P(), run.rule.sharded(run.layout, run.codecs)),
     )
 

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import optax
 
+from jzero._codec import codec_of
 from jzero._config import ZeroConfig
 from jzero._groups import FROZEN, Groups
 from jzero._layout import Layout
 from jzero._machine import Machine
+from jzero._memory import Memory, memory_of
 from jzero._mesh import resolve_axes
 from jzero._state import GradShards, ZeroState
 from jzero._update import AdamW, OptaxRule, Rule
@@ -83,6 +85,14 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     def groups(self) -> Groups:
         """How parameters are grouped: labels, overrides and mask."""
         return self._machine.rule.groups
+
+    def memory(self, params: Any) -> Memory:
+        """Bytes of state per parameter and per device of AdamW under this precision policy, for a
+        parameter tree (arrays or ``ShapeDtypeStruct``) on the mesh in use; print it for a table.
+        (Other transformations keep what their own state holds in place of two moments.)"""
+        layout = self.layout(params)
+        precision = self.config.precision
+        return memory_of(layout, tuple(codec_of(b, precision) for b in layout.buckets))
 
     def layout(self, params: Any) -> Layout:
         """The buckets for a parameter tree (arrays or ``ShapeDtypeStruct``) on the mesh in use."""

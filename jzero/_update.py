@@ -6,7 +6,7 @@ A rule sees tuples of flat shards, one per bucket, and never a mesh or a pytree 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from jzero._codec import Codec
+from jzero._codec import Codec, Noise, Storage
 from jzero._collectives import divide
 from jzero._elementwise import sharded_leaves
 from jzero._groups import Groups
 from jzero._layout import Layout
 from jzero_kernels import adam
+from jzero_kernels.adam import BLOCK
 from jzero_kernels.adam.math import opaque, runtime_zero
 
 __all__ = ["AdamW", "Emit", "Moments", "OptaxRule", "Rule", "Scaling", "Updated"]
@@ -42,19 +43,20 @@ class Scaling(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """Result of a rule: new parameters, what to send (the parameter, or the change to it, in the
-    dtype to send), and the new state."""
+    """Result of a rule: new masters in their stored form, what to send (the parameter, or the
+    change to it, in the dtype to send), and the new state."""
 
-    params: tuple[Array, ...]
+    master: tuple[Any, ...]
     out: tuple[Array, ...]
     inner: Any
 
 
 class Moments(NamedTuple):
-    """State of AdamW: a (shard,) per bucket of first (mu) and second (nu) moments."""
+    """State of AdamW: a (shard,) per bucket of first (mu) and second (nu) moments, in the form
+    that the precision policy gives them."""
 
-    mu: tuple[Array, ...]
-    nu: tuple[Array, ...]
+    mu: tuple[Any, ...]
+    nu: tuple[Any, ...]
 
 
 class Rule(Protocol):
@@ -77,16 +79,17 @@ class Rule(Protocol):
 
     def apply(
         self,
-        params: tuple[Array, ...],
+        params: tuple[Any, ...],
         grads: tuple[Array, ...],
         inner: Any,
         operands: Any,
         scaling: Scaling,
+        noises: Sequence[Noise],
         layout: Layout,
         codecs: Sequence[Codec],
         emit: Sequence[Emit],
     ) -> Updated:
-        """One step on shards. No communication."""
+        """One step on shards; ``params`` are operands of the codecs. No communication."""
         ...
 
 
@@ -108,14 +111,16 @@ class AdamW:
     weight_decay_mode: Literal["decoupled", "l2"] = "decoupled"
 
     def init(self, params: tuple[Array, ...], layout: Layout, codecs: Sequence[Codec]) -> Moments:
-        def zeros() -> tuple[Array, ...]:
-            return tuple(jnp.zeros_like(p, c.state) for p, c in zip(params, codecs, strict=True))
-
-        return Moments(zeros(), zeros())
+        zeros = [jnp.zeros_like(p, c.state) for p, c in zip(params, codecs, strict=True)]
+        return Moments(
+            tuple(c.mu.encode(z) for c, z in zip(codecs, zeros, strict=True)),
+            tuple(c.nu.encode(z) for c, z in zip(codecs, zeros, strict=True)),
+        )
 
     def sharded(self, layout: Layout, codecs: Sequence[Codec]) -> Any:
-        every: Any = (True,) * len(layout.buckets)
-        return Moments(every, every)
+        return Moments(
+            tuple(c.mu.like(True) for c in codecs), tuple(c.nu.like(True) for c in codecs)
+        )
 
     def operands(self, step: Array, layout: Layout) -> dict[str, adam.AdamScalars]:
         groups = {bucket.group for bucket in layout.buckets}
@@ -157,11 +162,12 @@ class AdamW:
 
     def apply(
         self,
-        params: tuple[Array, ...],
+        params: tuple[Any, ...],
         grads: tuple[Array, ...],
         inner: Moments,
         operands: dict[str, adam.AdamScalars],
         scaling: Scaling,
+        noises: Sequence[Noise],
         layout: Layout,
         codecs: Sequence[Codec],
         emit: Sequence[Emit],
@@ -175,19 +181,21 @@ class AdamW:
                 v,
                 g,
                 operands[bucket.group]._replace(multiplier=multiplier, finite=scaling.finite),
+                noise.random,
                 nesterov=self.nesterov,
                 weight_decay_mode=self.weight_decay_mode,
-                out_dtype=codec.sync if how == "param" else codec.state,
+                out_dtype=codec.out if how == "param" else codec.state,
                 emit=how,
             )
-            for p, m, v, g, bucket, codec, how in zip(
-                params, *inner, grads, layout.buckets, codecs, emit, strict=True
+            for p, m, v, g, bucket, codec, noise, how in zip(
+                params, *inner, grads, layout.buckets, codecs, noises, emit, strict=True
             )
         ]
-        p, m, v, out = (
-            tuple(getattr(result, name) for result in results) for name in ("p", "m", "v", "out")
+        return Updated(
+            tuple(c.stored(result.p) for c, result in zip(codecs, results, strict=True)),
+            tuple(result.out for result in results),
+            Moments(tuple(result.m for result in results), tuple(result.v for result in results)),
         )
-        return Updated(p, out, Moments(m, v))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,55 +216,108 @@ class OptaxRule:
         override = (self.groups.overrides or {}).get(group)
         return optax.with_extra_args_support(self.inner if override is None else override)
 
-    def _by_group(self, layout: Layout) -> dict[str, list[int]]:
+    def _members(self, layout: Layout) -> dict[str, list[int]]:
+        """Buckets of one group and one precision policy, by a name for both."""
         members: dict[str, list[int]] = {}
         for bucket in layout.buckets:
-            members.setdefault(bucket.group, []).append(bucket.number)
+            name = f"{bucket.group} {bucket.policy}" if bucket.policy else bucket.group
+            members.setdefault(name, []).append(bucket.number)
         return dict(sorted(members.items()))
+
+    def _each(self, layout: Layout) -> Iterator[tuple[str, list[int], Any]]:
+        for name, members in self._members(layout).items():
+            yield name, members, self._of(layout.buckets[members[0]].group)
 
     def init(
         self, params: tuple[Array, ...], layout: Layout, codecs: Sequence[Codec]
     ) -> dict[str, Any]:
-        return {
-            group: self._of(group).init(tuple(params[i] for i in members))
-            for group, members in self._by_group(layout).items()
-        }
+        states: dict[str, Any] = {}
+        for name, members, tx in self._each(layout):
+            state = tx.init(tuple(params[i] for i in members))
+            flags = self._flags(tx, members, codecs)
+            states[name] = _stored(state, flags, codecs[members[0]].mu, Noise(None))
+        return states
+
+    def _flags(self, tx: Any, members: list[int], codecs: Sequence[Codec]) -> Any:
+        return sharded_leaves(tx, [codecs[i].compute for i in members], self.extra)
 
     def sharded(self, layout: Layout, codecs: Sequence[Codec]) -> dict[str, Any]:
-        return {
-            group: sharded_leaves(self._of(group), [codecs[i].compute for i in members], self.extra)
-            for group, members in self._by_group(layout).items()
-        }
+        flags: dict[str, Any] = {}
+        for name, members, tx in self._each(layout):
+            dtypes = [codecs[i].compute for i in members]
+            params = tuple(jax.ShapeDtypeStruct((BLOCK,), dtype) for dtype in dtypes)
+            state = jax.eval_shape(tx.init, params)
+            storage = codecs[members[0]].mu
+            flags[name] = jax.tree.map(
+                lambda x, s, storage=storage: storage.like(s) if _narrows(x, s, storage) else s,
+                state,
+                self._flags(tx, members, codecs),
+            )
+        return flags
 
     def operands(self, step: Array, layout: Layout) -> Mapping[str, Any]:
         return self.extra
 
     def apply(
         self,
-        params: tuple[Array, ...],
+        params: tuple[Any, ...],
         grads: tuple[Array, ...],
         inner: dict[str, Any],
         operands: Mapping[str, Any],
         scaling: Scaling,
+        noises: Sequence[Noise],
         layout: Layout,
         codecs: Sequence[Codec],
         emit: Sequence[Emit],
     ) -> Updated:
-        new_params, out, new_inner = list(params), list(params), {}
-        for group, members in self._by_group(layout).items():
-            shards = tuple(params[i] for i in members)
+        values = [codec.value(p) for codec, p in zip(codecs, params, strict=True)]
+        master: list[Any] = [None] * len(values)
+        out, new_inner = list(values), {}
+        for name, members, tx in self._each(layout):
+            shards = tuple(values[i] for i in members)
             scaled = tuple(_scaled(grads[i], scaling, codecs[i]) for i in members)
-            updates, state = self._of(group).update(scaled, inner[group], shards, **operands)
-            new_inner[group] = jax.tree.map(
-                lambda new, old: jnp.where(scaling.finite, new, old), state, inner[group]
+            storage, flags = codecs[members[0]].mu, self._flags(tx, members, codecs)
+            state = _loaded(inner[name], jax.eval_shape(tx.init, shards), flags, storage)
+            updates, state = tx.update(scaled, state, shards, **operands)
+            new_inner[name] = jax.tree.map(
+                lambda new, old: jnp.where(scaling.finite, new, old),
+                _stored(state, flags, storage, noises[members[0]]),
+                inner[name],
             )
             for i, p, u in zip(members, shards, cast("tuple[Array, ...]", updates), strict=True):
                 u = jnp.where(scaling.finite, u, jnp.full_like(u, -0.0)).astype(codecs[i].state)
                 # Rounded before it is added, so that sending u or p + u gives the same parameters.
                 u = opaque(u, runtime_zero(u))
-                new_params[i] = jnp.where(scaling.finite, p + u.astype(p.dtype), p)
-                out[i] = u if emit[i] == "update" else new_params[i].astype(codecs[i].sync)
-        return Updated(tuple(new_params), tuple(out), new_inner)
+                new = jnp.where(scaling.finite, p + u.astype(p.dtype), p)
+                master[i], shown = codecs[i].encode(new, noises[i])
+                out[i] = u if emit[i] == "update" else shown
+        return Updated(tuple(master), tuple(out), new_inner)
+
+
+def _narrows(leaf: Any, sharded: bool, storage: Storage) -> bool:
+    """Whether a leaf of an optax state is kept in fewer bits than optax has it in."""
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return sharded and floating and jnp.dtype(storage.dtype).itemsize < leaf.dtype.itemsize
+
+
+def _stored(state: Any, flags: Any, storage: Storage, noise: Noise) -> Any:
+    """An optax state with its sharded leaves in the precision policy's form."""
+    leaves, treedef = jax.tree.flatten(state)
+    flat = treedef.flatten_up_to(flags)
+    return treedef.unflatten(
+        storage.encode(x, noise.bits(x.size, 8 + i)) if _narrows(x, s, storage) else x
+        for i, (x, s) in enumerate(zip(leaves, flat, strict=True))
+    )
+
+
+def _loaded(stored: Any, shapes: Any, flags: Any, storage: Storage) -> Any:
+    """The optax state that :func:`_stored` was given; ``shapes`` says in which dtypes."""
+    return jax.tree.map(
+        lambda x, s, leaf: storage.decode(leaf, x.dtype) if _narrows(x, s, storage) else leaf,
+        shapes,
+        flags,
+        stored,
+    )
 
 
 def _scaled(grad: Array, scaling: Scaling, codec: Codec) -> Array:

@@ -15,6 +15,7 @@ import pytest
 LAYERS: dict[str, tuple[str, ...]] = {
     "L0": (
         "_layout",
+        "_precision",
         "_config",
         "_errors",
         "_paths",
@@ -34,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_pack",
         "_collectives",
         "_codec",
+        "_memory",
         "_groups",
         "_batch",
         "_program",

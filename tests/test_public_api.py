@@ -18,7 +18,7 @@ PUBLIC: dict[str, str | None] = {
     "MultiSteps": "tx steps",
     "MultiStepsState": "micro_step grads inner",
     "ParamShards": "buckets frozen others probes plan config weighted",
-    "Precision": "state grad_sync param_sync master accumulate scaled",
+    "Precision": ("state grad_sync param_sync master accumulate scaled rounding seed overrides"),
     "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync precision",
     "ZeroState": "step grad_norm skipped finite master inner layout axis sharded",
     "ZeroTransformation": "machine",

@@ -96,7 +96,9 @@ def test_against_float64(name):
         assert_same_bits(
             got.out, oracle_forms.split(oracle_forms.join(np.asarray(got.out), np.asarray(new)))[0]
         )
-        assert oracle.ulp_error(oracle_forms.join(np.asarray(got.out), np.asarray(new)), p64, u64) < 8
+        assert (
+            oracle.ulp_error(oracle_forms.join(np.asarray(got.out), np.asarray(new)), p64, u64) < 8
+        )
     elif case.parameter in ("master", "float32"):
         assert oracle.ulp_error(np.asarray(new), p64, u64) < 8
         assert_same_bits(got.out, np.asarray(new).astype(case.out))

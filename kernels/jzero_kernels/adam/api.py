@@ -206,8 +206,8 @@ def _grad_stats(g: jax.Array, *, backend: Backend) -> jax.Array:
 def default_backend(platform: str) -> str:
     """The backend that "auto" takes when lowering for a platform ("cpu", "tpu", "cuda", "rocm").
 
-    Scaled forms go to "triton" on GPU. Operands that its kernel does not take (:func:`adam_update` with float64, say) go to
-    "reference" instead.
+    Scaled forms go to "triton" on GPU. Operands that its kernel does not take (:func:`adam_update`
+    with float64, say) go to "reference" instead.
     """
     return dispatch.AUTO.get(platform, "reference")
 

@@ -270,7 +270,13 @@ _TINY = np.float32(2**-24)
 
 # The largest magnitude of a block is scaled to at least 2**room and below twice that, which every
 # rounding leaves representable.
-_ROOM = {"float16": 14, "bfloat16": 1, "float8_e5m2": 14, "float8_e4m3fn": 7}
+_ROOM = {
+    "float16": 14,
+    "bfloat16": 1,
+    "float8_e5m2": 14,
+    "float8_e4m3fn": 7,
+    "float8_e4m3": 6,
+}
 SCALABLE = tuple(_ROOM)
 
 
