@@ -43,7 +43,7 @@ NARROW_TILE = 4096
 """Elements that a still larger shard is a multiple of: one (32, 128) tile of 8-bit state."""
 
 PathKey = str | int
-_Key = tuple[str, str, str, int, str]
+_Key = tuple[str, str, str, int, str]  # dtype, group, block, layers, policy
 
 
 class Leaf(NamedTuple):
@@ -256,10 +256,10 @@ def plan_layout(
 
     Leaves are taken in reverse order of their paths (integers in a path compare as numbers), so
     the result does not depend on the order in which they are passed. Each (dtype, group, block,
-    layers, policy) fills a bucket until the next leaf would take it over the cap, then starts another. A
-    leaf of at least the cap has a bucket of its own and leaves the open one open. A zero-size leaf
-    joins the open bucket. Of stacked leaves, one layer's bytes count. Every bucket is sized to its
-    content, so a large cap costs a small model nothing.
+    layers, policy) fills a bucket until the next leaf would take it over the cap, then starts
+    another. A leaf of at least the cap has a bucket of its own and leaves the open one open. A
+    zero-size leaf joins the open bucket. Of stacked leaves, one layer's bytes count. Every bucket
+    is sized to its content, so a large cap costs a small model nothing.
 
     Args:
       leaves: the trainable arrays.
@@ -288,7 +288,7 @@ def plan_layout(
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    # (dtype, group, block, layers, policy) -> members of the bucket being filled, and their bytes so far.
+    # A key -> members of the bucket being filled, and their bytes so far.
     members: list[list[tuple[str, Leaf, int]]] = []
     open_bucket: dict[_Key, int] = {}
     filled: list[int] = []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jzero._layout import ALIGNMENT, TILE, Layout, Leaf, path_string, plan_layout
+from jzero._layout import ALIGNMENT, NARROW_TILE, TILE, Layout, Leaf, path_string, plan_layout
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MIB = 2**20
@@ -83,7 +83,8 @@ def test_each_bucket_is_padded_by_itself_and_no_further_than_it_must(
     for bucket in layout.buckets:
         assert bucket.padded == bucket.shard * shards
         assert bucket.shard > 0
-        unit = alignment or (TILE if bucket.size >= 16 * TILE * shards else ALIGNMENT)
+        fits = [unit for unit in (NARROW_TILE, TILE) if bucket.size >= 16 * unit * shards]
+        unit = alignment or max(fits, default=ALIGNMENT)
         assert bucket.shard % unit == 0
         # One unit a shard less would not hold it.
         assert (bucket.shard - unit) * shards < max(bucket.size, 1)
@@ -272,16 +273,18 @@ def test_the_last_shard_of_a_large_bucket_ends_past_the_real_end():
     (bucket,) = layout.buckets
     assert bucket.size == 566_195_520 <= bucket.padded
     assert bucket.shard % TILE == 0
-    assert bucket.padded - bucket.size < TILE * 4096
+    assert bucket.padded - bucket.size < NARROW_TILE * 4096
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8, 4096])
 def test_large_shards_are_whole_tiles_and_pad_little(shards: int):
     edge = 16 * TILE * shards
-    for size, unit in ((edge - 1, ALIGNMENT), (edge, TILE), (edge + 1, TILE)):
+    narrow = 16 * NARROW_TILE * shards
+    cases = ((edge - 1, ALIGNMENT), (edge, TILE), (edge + 1, TILE))
+    for size, unit in (*cases, (narrow - 1, TILE), (narrow, NARROW_TILE)):
         (bucket,) = plan_layout([f32("w", size)], shards=shards, cap_bytes=1).buckets
         assert bucket.shard == -(-size // (shards * unit)) * unit
-        if unit == TILE:
+        if unit != ALIGNMENT:
             assert (bucket.padded - size) / bucket.padded < 1 / 16
 
 
