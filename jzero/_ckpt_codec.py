@@ -15,17 +15,15 @@ The other way round from ``_codec``, which does the same on devices in the pass 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import _codec
+from jzero._codec import Storage
+from jzero_kernels.adam import BLOCK
 
 __all__ = ["BLOCK", "ROOT", "SCALE", "Form", "Stored", "decode", "decode_param", "encode"]
-
-BLOCK = 128
-Storage: Any = getattr(_codec, "Storage", None)
 
 SCALE = "/scale"
 """Suffix of the quantity that holds another one's scales."""

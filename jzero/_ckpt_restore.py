@@ -384,7 +384,7 @@ class _Reading:
 
 def _composed_alike(a: Bucket, b: Bucket) -> bool:
     """The same leaves at the same places, so that blocks hold the same elements."""
-    if getattr(a, "layers", 0) or getattr(b, "layers", 0):
+    if a.layers or b.layers:
         return a == b
     places: list[Sequence[Any]] = [[(s.path, s.offset, s.size) for s in x.slots] for x in (a, b)]
     return places[0] == places[1]

@@ -236,8 +236,7 @@ def _places(
         return found
     members: dict[str, list[int]] = {}
     for bucket in state.layout.buckets:
-        policy = getattr(bucket, "policy", "")
-        name = f"{bucket.group} {policy}" if policy else bucket.group
+        name = f"{bucket.group} {bucket.policy}" if bucket.policy else bucket.group
         members.setdefault(name, []).append(bucket.number)
     scaled = {path[:-1] for path in paths if path[-1] == "scales"}
     for path in paths:
