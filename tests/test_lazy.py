@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ LAYERS = 3
 BATCHES = [batch(i) for i in range(3)]
 
 
-def deep(stacked: bool = True, dtype=jnp.float32):
+def deep(stacked: bool = True, dtype: Any = jnp.float32) -> dict[str, Any]:
     """A network of equal layers, in one leaf a kernel or in a list."""
     rng = np.random.default_rng(7)
 
@@ -327,10 +328,10 @@ def test_a_bad_gradient_changes_nothing(make_mesh):
 def test_adapters_of_a_frozen_model(make_mesh):
     """LoRA: the base is sharded and gathered, and never reduced; adapters decay or not."""
     mesh = make_mesh(4)
-    base = deep()
+    params: dict[str, Any] = deep()
     rng = np.random.default_rng(3)
-    a, b = rng.normal(size=(LAYERS, 8, 2)), rng.normal(size=(LAYERS, 2, 8))
-    params = {**base, "layers": {**base["layers"], "a": jnp.float32(a), "b": jnp.float32(b)}}
+    for name, shape in {"a": (LAYERS, 8, 2), "b": (LAYERS, 2, 8)}.items():
+        params["layers"][name] = jnp.float32(rng.normal(size=shape))
 
     def label(path):
         return "adapter" if path in ("layers/a", "layers/b") else "frozen"
