@@ -26,7 +26,8 @@ from jax.interpreters import batching, mlir
 from jzero._codec import Codec, from_bytes, to_bytes
 from jzero._layout import Bucket
 from jzero._mesh import Axes
-from jzero._pack import pack
+from jzero._pack import is_whole, pack
+from jzero_kernels.adam.math import opaque, runtime_zero
 
 __all__ = [
     "after",
@@ -36,6 +37,8 @@ __all__ = [
     "own_shard",
     "psum",
     "reduce_scatter",
+    "settled",
+    "shaped",
     "total",
     "vary",
 ]
@@ -60,7 +63,6 @@ def reduce_scatter(
     axes: Axes,
     codec: Codec,
     owed: frozenset[str] | None = None,
-    shaped: bool = False,
 ) -> Array:
     """Pack one bucket of gradients and sum it over all devices; keep this device's shard.
 
@@ -71,8 +73,6 @@ def reduce_scatter(
       leaves: the bucket's local gradients by path.
       codec: ``codec.grad`` is the dtype on the wire.
       owed: the axes over which a sum is owed, where types cannot say; None: ask them.
-      shaped: a bucket that is one leaf (``bucket.dims``) is scattered in the leaf's shape, which
-        spares a copy of it where flat and shaped arrays lie differently in memory (TPU).
 
     Returns:
       (shard,) in ``codec.grad``, or float32 where the codec adds in float32. Of a stacked bucket:
@@ -83,13 +83,11 @@ def reduce_scatter(
     owed = frozenset[str]().union(*kinds.values())
     if len(set(kinds.values())) > 1:
         grads = {path: _as_partial(g, owed - kinds[path], axes) for path, g in grads.items()}
-    first, at = grads[bucket.slots[0].path], 0
     narrow = codec.wide and codec.grad.itemsize == 1
-    if shaped and first.shape == bucket.dims and not narrow:
-        flat = first.astype(codec.grad)
-    else:
-        flat = pack(grads, bucket, codec.state if narrow else codec.grad)
-        at = flat.ndim - 1  # 1: all rows of a stacked bucket
+    flat = pack(grads, bucket, codec.state if narrow else codec.grad)
+    at = 1 if is_whole(grads, bucket) else 0  # 1: all rows of a stacked bucket
+    if narrow and at == 0:
+        flat = flat.reshape(-1)
     if axes.shard not in owed or axes.shards == 1:
         shard = jax.vmap(lambda row: own_shard(row, axes))(flat) if at else own_shard(flat, axes)
     elif codec.wide:
@@ -121,25 +119,42 @@ def _as_partial(x: Array, missing: frozenset[str], axes: Axes) -> Array:
     return x
 
 
-def own_shard(flat: Array, axes: Axes) -> Array:
-    """This device's slice of a replicated (padded,) bucket. No communication."""
-    flat = flat.reshape(-1)
-    if axes.shards == 1:
-        return vary(flat, axes, (axes.shard,))  # a shard varies over its axis, of any size
-    index, shard = lax.axis_index(axes.shard), flat.size // axes.shards
-    if flat.size < 2**31:
-        return lax.dynamic_slice_in_dim(flat, index * shard, shard)
+def own_shard(packed: Array, axes: Axes) -> Array:
+    """This device's slice of a replicated bucket as ``pack`` gives it. No communication."""
+    if axes.shards == 1:  # a shard varies over its axis, of any size
+        return vary(packed.reshape(-1), axes, (axes.shard,))
+    index, count = lax.axis_index(axes.shard), packed.shape[0] // axes.shards
+    if packed.shape[0] < 2**31:
+        return lax.dynamic_slice_in_dim(packed, index * count, count).reshape(-1)
     # An element offset would exceed int32. Rows do not, but TPU copies the whole bucket to them.
-    rows = flat.reshape(axes.shards, shard)
+    rows = packed.reshape(axes.shards, count)
     return lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
 
 
 def all_gather(shard: Array, axes: Axes) -> Array:
-    """The (padded,) bucket of which each device has a (shard,); equal on all devices. Or the
-    (layers, row) of a stacked one from (layers, row_shard)."""
+    """The bucket of which each device has a shard, as ``shaped`` gives it; equal on all devices."""
     if axes.shards == 1:
         return _alone(shard, axes.shard)
-    return lax.all_gather(shard, axes.shard, axis=shard.ndim - 1, tiled=True, to="invarying")
+    return lax.all_gather(shard, axes.shard, tiled=True, to="invarying")
+
+
+def settled(gathered: Array) -> Array:
+    """A gathered array, as the result of arithmetic.
+
+    On TPU an all-gather does not write into the memory of a donated argument: where its result is
+    the program's, XLA copies the old parameter at the start, to have room, and the new one at the
+    end. A result of arithmetic goes there as it is computed, and the old one stays where it is.
+    """
+
+    def through(x: Array) -> Array:
+        return opaque(x, runtime_zero(x[(0,) * x.ndim]))
+
+    return lax.platform_dependent(gathered, tpu=through, default=lambda x: x)
+
+
+def shaped(shard: Array, bucket: Bucket) -> Array:
+    """A (shard,) in the shape in which it travels; see ``Bucket.dims``."""
+    return shard if bucket.dims is None else shard.reshape(-1, bucket.dims[1])
 
 
 def psum(x: Array, axes: Axes) -> Array:

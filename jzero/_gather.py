@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jzero._codec import Codec
-from jzero._collectives import divide, reduce_scatter, vary
+from jzero._collectives import divide, reduce_scatter, shaped, vary
 from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import unpack
@@ -84,7 +84,7 @@ def _backward(how: Gather, residuals: Any, grads: dict[str, Array]) -> tuple[Any
     if weight is not None:
         grads = {path: weighed(grad, weight) for path, grad in grads.items()}
     owed = frozenset(how.axes.names)
-    shard = reduce_scatter(grads, how.bucket, how.axes, how.codec, owed, shaped=True)
+    shard = reduce_scatter(grads, how.bucket, how.axes, how.codec, owed)
     shard = shard.astype(how.codec.state)
     if how.bucket.layers:
         form = how.bucket.form(how.bucket.shard)
@@ -109,17 +109,18 @@ def _gathered(how: Gather, shard: Array) -> dict[str, Array]:
     bucket, axes = how.bucket, how.axes
     codec = how.codec if how.trains else dataclasses.replace(how.codec, sync=how.codec.leaf)
     wire = vary(shard.astype(codec.out), axes)
-    one_layer, shaped = wire.ndim < 3, False
-    if one_layer and bucket.dims is not None and codec.out == codec.sync:
-        shaped = True
-        wire = wire.reshape(bucket.dims[0] // axes.shards, *bucket.dims[1:])
-    else:
-        wire = wire.reshape(-1) if one_layer else wire.reshape(bucket.layers, -1)
-    wire = codec.sent(wire)
+    whole = bucket.layers > 0 and wire.ndim == 3  # all layers of a stacked bucket at once
+    wire = wire.reshape(bucket.layers, -1) if whole else wire.reshape(-1)
+    bytewise = codec.out != codec.sync
+    if bytewise:
+        wire = codec.sent(wire)
+    elif not whole:
+        wire = shaped(wire, bucket)
     if axes.shards > 1:
-        wire = lax.all_gather(wire, axes.shard, axis=0 if one_layer else 1, tiled=True)
-    wire = codec.received(wire, axes.shards)
-    leaves = _unpack_p.bind(wire, bucket=bucket, leaf=how.codec.leaf, shaped=shaped)
+        wire = lax.all_gather(wire, axes.shard, axis=1 if whole else 0, tiled=True)
+    if bytewise:
+        wire = codec.received(wire, axes.shards)
+    leaves = _unpack_p.bind(wire, bucket=bucket, leaf=how.codec.leaf, whole=whole)
     return {
         slot.path: checkpoint_name(leaf, GATHERED)
         for slot, leaf in zip(bucket.slots, leaves, strict=True)
@@ -132,8 +133,9 @@ _unpack_p = Primitive("jzero_unpack")
 _unpack_p.multiple_results = True
 
 
-def _unpack(wire: Array, *, bucket: Bucket, leaf: Any, shaped: bool) -> list[Array]:
-    leaves = {bucket.slots[0].path: wire} if shaped else unpack(wire, bucket)
+def _unpack(wire: Array, *, bucket: Bucket, leaf: Any, whole: bool) -> list[Array]:
+    one = functools.partial(unpack, bucket=bucket)
+    leaves = jax.vmap(one)(wire) if whole else one(wire)
     return [leaves[slot.path].astype(leaf) for slot in bucket.slots]
 
 

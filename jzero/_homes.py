@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jzero._codec import Codec
-from jzero._collectives import all_gather, own_shard
+from jzero._collectives import all_gather, own_shard, settled, shaped
 from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import Plan, pack, unpack
@@ -88,10 +88,13 @@ class Replicated:
     def give(
         self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes, how: Emit
     ) -> dict[Any, Array]:
-        if how == "update":
-            return dict(unpack(all_gather(shard, axes), bucket))
-        flat = codec.received(all_gather(codec.sent(shard), axes), axes.shards)
-        return dict(unpack(flat.astype(codec.leaf), bucket))
+        if how == "param" and codec.out != codec.sync:
+            flat = codec.received(all_gather(codec.sent(shard), axes), axes.shards)
+            return dict(unpack(flat.astype(codec.leaf), bucket))
+        gathered = all_gather(shaped(shard, bucket), axes)
+        if how == "param":
+            gathered = gathered.astype(codec.leaf)
+        return dict(unpack(settled(gathered) if bucket.dims else gathered, bucket))
 
     def others(self, params: Any) -> dict[Any, Any]:
         trains = dict(zip(self.plan.paths, self.plan.trains, strict=True))

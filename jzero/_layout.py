@@ -134,13 +134,19 @@ class Bucket(NamedTuple):
         return (self.layers, elements // self.layers // ALIGNMENT, ALIGNMENT)
 
     @property
-    def dims(self) -> tuple[int, ...] | None:
-        """The shape of a row that is one leaf, if the shards split its first dim evenly: then a
-        shard is whole rows of that leaf, and collectives can move it in its own shape."""
+    def dims(self) -> tuple[int, int] | None:
+        """(rows, columns) of a row that is one leaf of two dims or more, its leading dims joined,
+        if the shards split these rows evenly: then a shard is whole rows, and collectives can move
+        the leaf as it lies in memory, where a flat array would lie otherwise (TPU)."""
         if len(self.slots) != 1 or self.row != self.slots[0].size:
             return None
         shape = self.slots[0].row_shape
-        return shape if len(shape) > 1 and shape[0] % (self.padded // self.shard) == 0 else None
+        rows = math.prod(shape[:-1])
+        return (rows, shape[-1]) if len(shape) > 1 and rows % self.shards == 0 else None
+
+    @property
+    def shards(self) -> int:
+        return self.padded // self.shard
 
     def runs(self, slot: Slot) -> Iterator[tuple[int, int]]:
         """Where a slot's elements are, in the leaf's order: (start, count) in a global flat array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jzero._collectives import all_gather, own_shard
+from jzero._collectives import all_gather, own_shard, shaped
 from jzero._config import ZeroConfig
 from jzero._layout import Bucket, path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
@@ -124,8 +125,11 @@ def _whole(shards: ParamShards) -> Any:
         leaves: dict[str, Array] = {}
         for layout, arrays in ((plan.layout, shards.buckets), (plan.frozen, shards.frozen)):
             for bucket, shard in zip(layout.buckets, arrays, strict=True):
-                rows = shard.reshape(bucket.layers, -1) if bucket.layers else shard
-                leaves |= unpack(all_gather(rows, axes), bucket)
+                if not bucket.layers:
+                    leaves |= unpack(all_gather(shaped(shard, bucket), axes), bucket)
+                    continue
+                rows = all_gather(jnp.moveaxis(shard.reshape(bucket.layers, -1), 1, 0), axes)
+                leaves |= jax.vmap(functools.partial(unpack, bucket=bucket), in_axes=1)(rows)
         return leaves
 
     return shards.rebuilt(on_mesh(axes, body, (param_specs(shards),), jax.P(), shards))

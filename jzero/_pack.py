@@ -177,18 +177,28 @@ def _common(paths: Sequence[Sequence[PathKey]]) -> int:
 
 
 def pack(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
-    """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,).
+    """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,); one leaf
+    that is its whole bucket as ``bucket.dims``.
 
-    Of a stacked bucket: (layers, row), or, if the leaves are those of one layer, (row,).
+    Of a stacked bucket: all rows, (layers, row), or, if the leaves are those of one layer, that
+    row as above.
     """
-    if bucket.layers and leaves[bucket.slots[0].path].shape == bucket.slots[0].shape:
-        return jax.vmap(lambda row: _pack_row(row, bucket, dtype))(
+    if is_whole(leaves, bucket):
+        return jax.vmap(lambda row: _pack_row(row, bucket, dtype).reshape(-1))(
             {slot.path: leaves[slot.path] for slot in bucket.slots}
         )
     return _pack_row(leaves, bucket, dtype)
 
 
+def is_whole(leaves: dict[str, Array], bucket: Bucket) -> bool:
+    """Whether these leaves of a stacked bucket are all layers of it."""
+    first = bucket.slots[0]
+    return bool(bucket.layers) and leaves[first.path].ndim == len(first.shape)
+
+
 def _pack_row(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
+    if bucket.dims is not None:
+        return leaves[bucket.slots[0].path].reshape(bucket.dims).astype(dtype)
     flat = [leaves[slot.path].reshape(-1) for slot in bucket.slots if slot.size]
     # Laid out in the narrower of the two dtypes: flattening and joining move memory, a cast fuses.
     found = {part.dtype for part in flat}
@@ -202,10 +212,11 @@ def _pack_row(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
 
 
 def unpack(flat: Array, bucket: Bucket) -> dict[str, Array]:
-    """Inverse of :func:`pack`: the leaves of a (padded,) bucket, or of a (layers, row) or (row,)
-    of a stacked one, by path, padding dropped."""
-    if flat.ndim > 1:
-        return jax.vmap(lambda row: unpack(row, bucket))(flat)
+    """Inverse of :func:`pack` for one row (flat, or as ``bucket.dims``): leaves by path, padding
+    dropped."""
+    if bucket.dims is not None:
+        slot = bucket.slots[0]
+        return {slot.path: flat.reshape(slot.row_shape)}
     return {
         slot.path: jax.lax.slice(flat, (slot.offset,), (slot.offset + slot.size,)).reshape(
             slot.row_shape
