@@ -19,6 +19,7 @@ from jzero._multi_steps import MultiSteps as MultiSteps
 from jzero._multi_steps import MultiStepsState as MultiStepsState
 from jzero._norms import global_norm as global_norm
 from jzero._precision import Precision as Precision
+from jzero._scan import scan_layers as scan_layers
 from jzero._shards import ParamShards as ParamShards
 from jzero._state import GradShards as GradShards
 from jzero._state import ZeroState as ZeroState
@@ -53,6 +54,7 @@ __all__ = [
     "partition_specs",
     "save_except_gathered",
     "save_gathered",
+    "scan_layers",
     "shard_params",
     "value_and_grad",
     "zero",

@@ -36,6 +36,7 @@ __all__ = [
     "mean",
     "own_shard",
     "psum",
+    "psum_replicas",
     "reduce_scatter",
     "settled",
     "shaped",
@@ -102,8 +103,8 @@ def reduce_scatter(
         # TPU: XLA makes this an all-reduce and a slice. Without the barrier it fuses the slice
         # into each consumer, and the whole reduced bucket lives until the last of them.
         shard = lax.optimization_barrier(shard)
-    if axes.replica is not None and axes.replica in owed:
-        shard = _psum(shard, axes.replica, axes.replicas)
+    if axes.replica in owed:
+        shard = psum_replicas(shard, axes)
     return shard if at else shard.reshape(-1)
 
 
@@ -160,6 +161,11 @@ def shaped(shard: Array, bucket: Bucket) -> Array:
 def psum(x: Array, axes: Axes) -> Array:
     """Sum over the shard axis: replicas hold the same shards, so they are not counted again."""
     return _psum(x, axes.shard, axes.shards)
+
+
+def psum_replicas(x: Array, axes: Axes) -> Array:
+    """Sum over the replica axis, if there is one."""
+    return x if axes.replica is None else _psum(x, axes.replica, axes.replicas)
 
 
 def mean(x: Array, axes: Axes) -> Array:

@@ -31,7 +31,15 @@ from jzero._layout import Bucket
 from jzero._mesh import Axes
 from jzero._pack import unpack
 
-__all__ = ["GATHERED", "Gather", "gather", "save_except_gathered", "save_gathered", "weighed"]
+__all__ = [
+    "GATHERED",
+    "Gather",
+    "backward",
+    "gather",
+    "save_except_gathered",
+    "save_gathered",
+    "weighed",
+]
 
 GATHERED = "jzero_gathered"
 """The name (``jax.ad_checkpoint.checkpoint_name``) of every gathered parameter."""
@@ -81,19 +89,28 @@ def _forward(how: Gather, shard: Array, probe: Array | None) -> tuple[dict[str, 
 
 def _backward(how: Gather, residuals: Any, grads: dict[str, Array]) -> tuple[Any, Any]:
     weight, probed = residuals
-    if weight is not None:
-        grads = {path: weighed(grad, weight) for path, grad in grads.items()}
+    shard = backward(how, grads, weight, probed is not None)
+    return (None, shard) if probed is not None else (shard, None)
+
+
+def backward(how: Gather, grads: dict[str, Array], weight: Array | None, probed: bool) -> Array:
+    """The transpose of a gather: the bucket's gradients, one partial sum a device, as the
+    cotangent of the probe, or of the shard."""
     owed = frozenset(how.axes.names)
-    shard = reduce_scatter(grads, how.bucket, how.axes, how.codec, owed)
-    shard = shard.astype(how.codec.state)
+    if weight is not None:
+        # The weights of replicas differ, so by its type the probe's cotangent may differ too:
+        # value_and_grad adds them up.
+        owed = frozenset((how.axes.shard,))
+        grads = {slot.path: weighed(grads[slot.path], weight) for slot in how.bucket.slots}
+    shard = reduce_scatter(grads, how.bucket, how.axes, how.codec, owed).astype(how.codec.state)
     if how.bucket.layers:
         form = how.bucket.form(how.bucket.shard)
         shard = shard.reshape(form if shard.ndim > 1 else form[1:])
-    if probed is not None:
-        return None, shard
+    if probed:
+        return shard
     if how.average and how.axes.size > 1:
         shard = divide(shard, how.axes.size)
-    return shard.astype(how.codec.leaf), None
+    return shard.astype(how.codec.leaf)
 
 
 _differentiable.defvjp(_forward, _backward)

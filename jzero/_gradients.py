@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._batch import batch_specs, check_loss, merged
 from jzero._codec import Codec, codec_of
-from jzero._collectives import divide, total, vary
+from jzero._collectives import divide, psum_replicas, total, vary
 from jzero._config import ZeroConfig
 from jzero._gather import weighed
 from jzero._layout import path_string
@@ -266,7 +266,10 @@ class _Work(NamedTuple):
 
         (loss, (_, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(probes)
         loss = vary(loss, self.axes)
-        return _Local(weighed(loss, weight) if self.loss.weighted else loss, weight, aux, grads)
+        if self.loss.weighted:
+            loss = weighed(loss, weight)
+            grads = tuple(psum_replicas(g, self.axes) for g in grads)
+        return _Local(loss, weight, aux, grads)
 
     def scatter(self, grads: dict[str, Array] | tuple[Array, ...]) -> GradShards:
         """Reduce-scatter partial gradients: float32 shards of their sum."""

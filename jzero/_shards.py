@@ -17,7 +17,7 @@ from jzero._layout import Bucket, Layout
 from jzero._mesh import Axes
 from jzero._pack import Plan
 
-__all__ = ["ParamShards", "bucket_spec", "gather_local", "param_specs"]
+__all__ = ["ParamShards", "bucket_spec", "gather_local", "how_to_gather", "param_specs"]
 
 
 @jax.tree_util.register_dataclass
@@ -145,22 +145,23 @@ class _Leaf:
 
 def gather_local(shards: ParamShards, axes: Axes) -> Any:
     """The parameters, on each device, inside a ``shard_map`` over ``axes``."""
-    config, plan = shards.config, shards.plan
+    plan = shards.plan
     probes: tuple[Array | None, ...] = shards.probes or (None,) * len(shards.buckets)
     leaves: dict[str, Array] = {}
     for bucket, shard, probe in zip(plan.layout.buckets, shards.buckets, probes, strict=True):
-        how = Gather(
-            bucket,
-            codec_of(bucket, config.precision),
-            axes,
-            average=config.average,
-            weighted=shards.weighted,
-        )
-        leaves |= gather(how, shard, probe)
+        leaves |= gather(how_to_gather(shards, bucket, axes), shard, probe)
     for bucket, shard in zip(plan.frozen.buckets, shards.frozen, strict=True):
-        how = Gather(bucket, codec_of(bucket, config.precision), axes, trains=False)
-        leaves |= gather(how, shard, None)
+        leaves |= gather(how_to_gather(shards, bucket, axes, trains=False), shard, None)
     return shards.rebuilt(leaves)
+
+
+def how_to_gather(
+    shards: ParamShards, bucket: Bucket, axes: Axes, *, trains: bool = True
+) -> Gather:
+    """The static choices of a bucket's gather."""
+    config = shards.config
+    codec = codec_of(bucket, config.precision)
+    return Gather(bucket, codec, axes, config.average, shards.weighted, trains)
 
 
 def bucket_spec(bucket: Bucket, axis: str) -> P:

@@ -69,6 +69,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_transform",
         "_gradients",
         "_lazy",
+        "_scan",
         "_multi_steps",
         "_norms",
         "ddp",

@@ -278,9 +278,10 @@ def test_accumulated_into_shards(make_mesh):
         jzero.accumulate(lazy_loss, steps=steps, zero=tx)(shards, batches)
 
 
-def test_weights(make_mesh):
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["4", "2x2"])
+def test_weights(make_mesh, shape):
     """Parts of unequal weight, one of them empty: its mean is 0/0 and counts nothing."""
-    mesh, params = make_mesh(4), deep()
+    mesh, params = make_mesh(shape), deep()
     eager, tx = (jzero.adamw(1e-2, zero=c(mesh)) for c in (config_for, lazy_config))
     weights = jnp.arange(48) % 3 * (jnp.arange(48) >= 12)  # the first device has none
 
@@ -429,3 +430,51 @@ def test_indexed_like_the_parameters(make_mesh):
 def test_errors(make_mesh, call, text: str):
     with pytest.raises(ValueError, match=text):
         call(deep(), lazy_config(make_mesh(2)))
+
+
+# ---------------------------------------------------------------- gathered one layer ahead
+
+
+def scanned_ahead(params, data):
+    """``deep_loss`` by ``scan_layers``, with arguments beside the parameters."""
+    x, y = data
+
+    def layer(x, p, scale, count):
+        return jnp.tanh(x @ p["kernel"] + p["bias"][None]) * p["gain"] * scale[count] + x
+
+    x = jnp.tanh(x @ jzero.gather_params(params["first"])["kernel"])
+    scale = jnp.ones(2) * jnp.mean(jzero.gather_params(params["last"])) ** 0
+    x = jzero.scan_layers(layer, x, params["layers"], scale, jnp.int32(1))
+    return jnp.mean((x @ jzero.gather_params(params["last"]) - y) ** 2)
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4)], ids=["1", "4", "2x4"])
+def test_layers_gathered_ahead(make_mesh, shape):
+    """Equal to the scan that gathers in its body: by probes, weights, and jax.grad."""
+    mesh, params = make_mesh(shape), deep()
+    tx = jzero.adamw(1e-2, zero=lazy_config(mesh))
+    shards = shard(params, tx, mesh, True)
+
+    def heavy(loss):
+        return lambda shards, data: (loss(shards, data), jnp.sum(jnp.abs(data[0])))
+
+    def by_grad(loss):
+        specs = jzero.partition_specs(shards)
+        return jax.shard_map(
+            jax.grad(loss), mesh=mesh, in_specs=(specs, batch_axes(mesh)), out_specs=specs
+        )
+
+    for make in (
+        lambda loss: jzero.value_and_grad(loss, zero=tx),
+        lambda loss: jzero.value_and_grad(heavy(loss), weighted=True, zero=tx),
+        by_grad,
+    ):
+        ways = [make(loss) for loss in (scanned_ahead, rematted)]
+        both = jax.jit(lambda s, d: [way(s, d) for way in ways])  # noqa: B023
+        have, want = both(shards, split(BATCHES[0], mesh))
+        for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="needs shards of stacked layers alone"):
+        jzero.value_and_grad(
+            lambda s, _: jzero.scan_layers(lambda x, p: x, jnp.zeros(1), s).sum(), zero=tx
+        )(shards, split(BATCHES[0], mesh))

@@ -36,6 +36,7 @@ PUBLIC: dict[str, str | None] = {
     "partition_specs": "tree",
     "save_except_gathered": "prim _ params",
     "save_gathered": "prim _ params",
+    "scan_layers": "body carry shards args",
     "shard_params": "params zero stacked",
     "value_and_grad": "loss_fn argnums has_aux weighted zero",
     "zero": "inner clip_norm skip_nonfinite param_labels overrides zero",
