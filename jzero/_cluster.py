@@ -6,6 +6,7 @@ Nothing here starts or contacts anything; detection is a function of its argumen
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -226,4 +227,16 @@ def jax_detects(timeout: int) -> Found:
         return None, None, None, None
     local = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     ids = [int(part) for part in local.split(",")] if local else None
-    return detect(None, None, None, ids, None, timeout)
+    with warnings.catch_warnings():
+        # A pod that is no part of an indexed job has nothing to find out: no need of the package
+        # `kubernetes`, whose absence JAX deplores in every pod.
+        if "JOB_COMPLETION_INDEX" not in os.environ:
+            warnings.filterwarnings("ignore", message="(?s)Kubernetes environment detected")
+        try:
+            return detect(None, None, None, ids, None, timeout)
+        except (RuntimeError, OSError, KeyError, ValueError) as error:
+            raise RuntimeError(
+                f"JAX sees a cluster but not this process's place in it: {error}. Pass "
+                "coordinator_address, num_processes and process_id to jzero.distributed.initialize "
+                "(or num_processes=1 for a lone process)"
+            ) from error

@@ -92,7 +92,7 @@ def launch(
                 return 0
             first = next((e for e in bad if e.own), bad[0] if bad else None)
             status = 128 + signals.received if signals.received else _code(first)
-            left = started - max(1, sum(e.own for e in bad))
+            left = started - sum(e.own for e in bad)
             if signals.received or attempt == restarts:
                 return status
             if left < 1:
@@ -149,22 +149,30 @@ class _Job:
         self.ended: list[Ended] = []
         address = f"127.0.0.1:{_free_port()}"
         self.start = time.monotonic()
-        for index in range(processes):
-            variables = _variables(env, address, processes, index, devices, attempt)
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            self.running[index] = process
-            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                assert stream is not None
-                os.set_blocking(stream.fileno(), False)
-                self.pending[stream.fileno()] = b""
-                self.selector.register(stream, selectors.EVENT_READ, (index, out))
+        try:
+            for index in range(processes):
+                self.spawn(
+                    index, command, _variables(env, address, processes, index, devices, attempt)
+                )
+        except BaseException:
+            self.send(signal.SIGKILL)
+            raise
+
+    def spawn(self, index: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.running[index] = process
+        for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self.pending[stream.fileno()] = b""
+            self.selector.register(stream, selectors.EVENT_READ, (index, out))
 
     def run(self, signals: _Signals) -> list[Ended]:
         """Until all have ended; in the order in which they did."""
@@ -188,8 +196,11 @@ class _Job:
                         _say(f"stopping the other {len(self.running)}")
                     self.send(signal.SIGTERM)
                     asked = now
-                if asked is not None and now - asked > self.grace:
+                if asked is not None and now - asked > self.grace and self.running:
+                    names = ", ".join(map(str, self.running))
+                    _say(f"killing what has not ended after {self.grace:g} s: process {names}")
                     self.send(signal.SIGKILL)
+                    asked = float("inf")
         finally:
             self.send(signal.SIGKILL)  # whatever happens here, no one is left behind
             for process in self.running.values():

@@ -80,6 +80,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 FACES = "L4"
+# A subcommand stands for a face and imports it where it runs: `jzero launch` must not load what
+# `jzero report` needs.
+COMMANDS = ("cli",)
 STDLIB_ONLY = ("_layout",)
 # What a module may import while jzero is being imported; the rest is imported where it is used.
 REQUIRED = {"jax", "numpy", "optax", "jzero", "jzero_kernels"}
@@ -165,7 +168,13 @@ def test_imports_point_downwards(module: str):
         assert other in LAYER_OF, f"{module} imports {other}, which has no layer"
         theirs = order.index(LAYER_OF[other])
         assert theirs <= own, f"{module} ({order[own]}) imports {other} ({order[theirs]})"
-        assert theirs < own or order[own] != FACES, f"{module} and {other} are both {FACES}"
+        if module not in COMMANDS:
+            assert theirs < own or order[own] != FACES, f"{module} and {other} are both {FACES}"
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_commands_import_where_they_run(module: str):
+    assert modules_of_jzero(imported_at_start(parse(MODULES[module]), "jzero")) == set()
 
 
 def test_no_circles():

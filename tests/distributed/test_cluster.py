@@ -1,6 +1,7 @@
 """Which process of which job this is."""
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -88,6 +89,22 @@ def test_jax_says_who_we_are(
     assert job is not None
     assert job[:3] == ("here:1", 7, expected[2])
     assert find_job(num_processes=1, env=os.environ, detect=lambda: jax_detects(1)) is None
+
+
+def test_a_pod_of_kubernetes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)  # not installed
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+    assert find_job(env={}, detect=lambda: jax_detects(1)) is None
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    with pytest.warns(UserWarning, match="Kubernetes environment detected"):
+        jax_detects(1)
+
+
+def test_a_place_that_jax_cannot_tell(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "nonsense")
+    with pytest.raises(RuntimeError, match=r"not this process's place .*num_processes=1 for a"):
+        jax_detects(1)
 
 
 def test_what_is_known_is_not_asked():

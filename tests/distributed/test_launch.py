@@ -115,6 +115,7 @@ sys.exit(7) if me == 1 else time.sleep(1000)
     assert "process 1 (pid" in err
     assert "failed with exit status 7" in err
     assert "stopping the other 3" in err
+    assert "killing what has not ended after 1 s: process 3" in err
     assert all(gone(pid) for pid in wait_for(ids, 5))
 
 
