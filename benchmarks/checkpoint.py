@@ -9,7 +9,9 @@ the files is dropped first):
   tensorstore   one uncompressed array of so many bytes in chunks of 16 MiB, from host memory to
                 host memory: no checksums, no devices
   orbax         StandardCheckpointer, the tree unsharded on one device
-  jzero         checkpoint.save, parameters on all devices, moments sharded over them
+  jzero         checkpoint.save of the same on one device
+  jzero all     parameters on all devices, moments sharded over them: a restore places --devices
+                copies of the parameters
   jzero behind  the same with wait=False
 
 Per way: seconds until save returns (what the training loop stands still for), until the checkpoint
@@ -32,7 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -46,11 +48,11 @@ import jzero
 from jzero import checkpoint
 from jzero_kernels.adam.shapes import gpt_leaves
 
-WAYS = ("tensorstore", "orbax", "jzero", "jzero behind")
+WAYS = ("tensorstore", "orbax", "jzero", "jzero all", "jzero behind")
 
 
 @contextlib.contextmanager
-def growth(found: dict[str, float], name: str) -> Iterator[None]:
+def growth(found: dict[str, float], name: str) -> Generator[None]:
     """Notes by how many bytes the process grew at most."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -111,23 +113,33 @@ def measure(
 def ways(base: pathlib.Path, count: int, devices: int) -> tuple[dict[str, Any], int]:
     """For each way its folder, save and restore; and the bytes of the state."""
     shapes = gpt_leaves(count)
-    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
-    everywhere = NamedSharding(mesh, P())
     rng = np.random.default_rng(0)
     host = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    params = jax.device_put(host, everywhere)
-    tx = jzero.adamw(1e-3, zero=jzero.ZeroConfig(mesh=mesh))
-    state = tx.init(params)
-    # As random as Orbax's tree, though nothing here is compressed.
-    inner = [
-        jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding)
-        for x in jax.tree.leaves(state.inner)
-    ]
-    state = dataclasses.replace(
-        state, inner=jax.tree.unflatten(jax.tree.structure(state.inner), inner)
-    )
-    like = jax.eval_shape(lambda: (state, params))
 
+    def sharded(number: int) -> tuple[Any, Any, Any]:
+        """Mesh, parameters and state on so many devices."""
+        mesh = jax.make_mesh((number,), ("data",), (AxisType.Auto,), devices=jax.devices()[:number])
+        params = jax.device_put(host, NamedSharding(mesh, P()))
+        tx = jzero.adamw(1e-3, zero=jzero.ZeroConfig(mesh=mesh))
+        state: Any = tx.init(params)
+        # As random as Orbax's tree, though nothing here is compressed.
+        inner = [
+            jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding)
+            for x in jax.tree.leaves(state.inner)
+        ]
+        inner = jax.tree.unflatten(jax.tree.structure(state.inner), inner)
+        return mesh, params, dataclasses.replace(state, inner=inner)
+
+    def ours(name: str, made: tuple[Any, Any, Any], wait: bool) -> Any:
+        mesh, params, state = made
+        like = jax.eval_shape(lambda: (state, params))
+        return (
+            base / name,
+            lambda: checkpoint.save(base / name, state, params, wait=wait).wait,
+            lambda: checkpoint.restore(base / name, like, mesh=mesh),
+        )
+
+    every = sharded(devices)
     alone = jax.devices()[0]
     tree = jax.device_put({"params": host, "mu": host, "nu": host}, alone)
     abstract = jax.tree.map(
@@ -164,16 +176,9 @@ def ways(base: pathlib.Path, count: int, devices: int) -> tuple[dict[str, Any], 
             save_orbax,
             lambda: checkpointer.restore(base / "orbax", abstract),
         ),
-        "jzero": (
-            base / "jzero",
-            lambda: checkpoint.save(base / "jzero", state, params).wait,
-            lambda: checkpoint.restore(base / "jzero", like, mesh=mesh),
-        ),
-        "jzero behind": (
-            base / "behind",
-            lambda: checkpoint.save(base / "behind", state, params, wait=False).wait,
-            lambda: checkpoint.restore(base / "behind", like, mesh=mesh),
-        ),
+        "jzero": ours("jzero", sharded(1), True),
+        "jzero all": ours("all", every, True),
+        "jzero behind": ours("behind", every, False),
     }, size
 
 
@@ -226,9 +231,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--folder", help="where to write; None: the system's temporary folder")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(argv)
-    if jax.config.jax_platforms in (None, "cpu"):
-        with contextlib.suppress(RuntimeError):  # JAX has started: what is there must do
-            jax.config.update("jax_num_cpu_devices", options.devices)
+    with contextlib.suppress(RuntimeError):  # JAX has started: what is there must do
+        jax.config.update("jax_num_cpu_devices", options.devices)
     report = {
         "command": "python benchmarks/checkpoint.py " + " ".join(argv or sys.argv[1:]),
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
