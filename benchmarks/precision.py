@@ -94,6 +94,8 @@ def train(name: str, options: argparse.Namespace) -> tuple[list[float], float]:
         bytes_each = tx.memory(params).state_bytes_per_parameter
         for batch in text.batches(options.steps, size.batch, size.length, seed):
             params, state = step(params, state, jax.device_put(batch, rows))
+            # Steps in flight at once can starve each other's collectives of the CPU's threads.
+            jax.block_until_ready(state.step)
         losses.append(float(evaluate(params, windows=held_out)))
     return losses, bytes_each
 
