@@ -361,6 +361,7 @@ def sharding_of(
         shards=axes.shards,
         cap_bytes=config.cap_bytes,
         groups=getattr(zero, "groups", None),
+        policy=config.precision.policy,
     )
     if frozen := trained.keys() ^ plan.layout.by_path.keys():
         raise ValueError(

@@ -59,6 +59,7 @@ def shard_params(
         cap_bytes=config.cap_bytes,
         groups=groups,
         stacks=_stacks(params, stacked),
+        policy=config.precision.policy,
     )
     slotted = plan.layout.by_path.keys() | plan.frozen.by_path.keys()
     leaves = plan.leaves(params)
