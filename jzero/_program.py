@@ -101,7 +101,11 @@ def _equation(eqn: Any, given: list[Fact], axes: frozenset[str]) -> list[Fact]:
 
 def _scan(eqn: Any, given: list[Fact], axes: frozenset[str]) -> list[Fact]:
     body = eqn.params["jaxpr"].jaxpr
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    # By shape, since jax 0.12 has no counts: what is scanned over, or stacked, has a dim more.
+    scanned = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
+    stacked = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    carries = len(eqn.outvars) - stacked
+    consts = len(eqn.invars) - scanned - carries
     seen = [Fact(f.mask) for f in given]
     while True:
         outs = _walk(body, seen, axes)
