@@ -180,6 +180,8 @@ def divide(x: Array, n: Array | int) -> Array:
     unless ``n`` is a power of two. A divisor that depends on the element, if only where ``x`` is
     NaN, stays a division.
     """
+    if isinstance(n, int) and n & (n - 1) == 0:
+        return x / jnp.asarray(n, x.dtype)  # its reciprocal is exact
     n = jnp.asarray(n, x.dtype)
     return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), n)
 
