@@ -76,14 +76,7 @@ def jzero_shard_map(size: _models.Size, mesh: Mesh) -> Program:
 
 def lazy(size: _models.Size, mesh: Mesh) -> Program:
     """Plain jit: the state holds shards of the parameters, the loss gathers them."""
-    zero = jzero.ZeroConfig(
-        axis=AXIS,
-        mesh=mesh,
-        bucket_mb=size.bucket_mb,
-        param_sync="lazy",
-        precision=jzero.Precision(grad_sync=size.dtype),
-    )
-    tx = jzero.adamw(**ADAMW, zero=zero)
+    tx = _jzero(size, mesh, param_sync="lazy")
 
     def loss_fn(shards: Any, tokens: Array) -> Array:
         return _models.loss_fn(size, shards, tokens, jzero.gather_params)
@@ -96,7 +89,7 @@ def lazy(size: _models.Size, mesh: Mesh) -> Program:
         return shards, state, loss
 
     prepare = functools.partial(
-        jzero.shard_params, zero=zero, stacked="layers" if size.scanned else None
+        jzero.shard_params, zero=tx, stacked="layers" if size.scanned else None
     )
     shards = jax.eval_shape(prepare, _models.shapes(size))
     specs = jzero.partition_specs(jax.eval_shape(tx.init, shards))
@@ -151,8 +144,12 @@ METHODS: dict[str, Callable[[_models.Size, Mesh], Program]] = {
 }
 
 
-def _jzero(size: _models.Size, mesh: Mesh) -> Any:
-    zero = jzero.ZeroConfig(axis=AXIS, mesh=mesh, bucket_mb=size.bucket_mb)
+def _jzero(size: _models.Size, mesh: Mesh, **options: Any) -> Any:
+    # Gradients travel in the dtype of the parameters, as XLA sends those of the annotated program.
+    precision = jzero.Precision(grad_sync=size.dtype)
+    zero = jzero.ZeroConfig(
+        axis=AXIS, mesh=mesh, bucket_mb=size.bucket_mb, precision=precision, **options
+    )
     return jzero.adamw(**ADAMW, zero=zero)
 
 

@@ -38,7 +38,7 @@ class Size:
 
 _TINY = Size(layers=2, width=32, heads=2, vocab=64, length=16, batch=1, bucket_mb=0.05)
 _SMALL = Size(layers=4, width=128, heads=4, vocab=512, length=32, batch=1, bucket_mb=1.0)
-_GPT = Size(8, 2048, 16, 32_000, length=1024, batch=4, dtype="bfloat16", remat=True)
+_GPT = Size(8, 2048, 16, 32_000, length=1024, batch=4, dtype="bfloat16", remat=True, bucket_mb=48.0)
 
 SIZES: dict[str, Size] = {
     # Next to no work: what is left is what a call costs the host.

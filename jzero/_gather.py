@@ -135,9 +135,13 @@ def _gathered(how: Gather, shard: Array) -> dict[str, Array]:
         wire = shaped(wire, bucket)
     if axes.shards > 1:
         wire = lax.all_gather(wire, axes.shard, axis=1 if whole else 0, tiled=True)
-    if bytewise:
-        wire = codec.received(wire, axes.shards)
-    leaves = _unpack_p.bind(wire, bucket=bucket, leaf=how.codec.leaf, whole=whole)
+    leaves = _unpack_p.bind(
+        wire,
+        bucket=bucket,
+        leaf=how.codec.leaf,
+        whole=whole,
+        received=(codec, axes.shards) if bytewise else None,
+    )
     return {
         slot.path: checkpoint_name(leaf, GATHERED)
         for slot, leaf in zip(bucket.slots, leaves, strict=True)
@@ -150,7 +154,12 @@ _unpack_p = Primitive("jzero_unpack")
 _unpack_p.multiple_results = True
 
 
-def _unpack(wire: Array, *, bucket: Bucket, leaf: Any, whole: bool) -> list[Array]:
+def _unpack(
+    wire: Array, *, bucket: Bucket, leaf: Any, whole: bool, received: tuple[Codec, int] | None
+) -> list[Array]:
+    if received is not None:
+        codec, shards = received
+        wire = codec.received(wire, shards)
     one = functools.partial(unpack, bucket=bucket)
     leaves = jax.vmap(one)(wire) if whole else one(wire)
     return [leaves[slot.path].astype(leaf) for slot in bucket.slots]

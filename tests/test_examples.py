@@ -76,6 +76,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_lazy_sync_equals_optax_on_one_device(load: Load, text: Path):
+    have, want = load("lazy_gpt").main(steps=6, data=str(text))
+    np.testing.assert_allclose(have, want, rtol=1e-5)
+    assert have[-1] < have[0]
+
+
 def train(load: Load, text: Path, out: Path, **options: Any) -> Any:
     flags = {"size": "tiny", "steps": 10, "data": text, "out": out, **options}
     return load("train_gpt").main([f"--{key}={value}" for key, value in flags.items()])
