@@ -8,7 +8,8 @@ NEWEST ?= .venv-newest
 # What each suite runs, for narrowing from the command line or here.
 TESTS        ?= tests
 # The newest jax runs what depends on jax; all of it: make test-newest NEWEST_TESTS=tests
-NEWEST_TESTS ?= tests/kernels/test_adam_compiled.py tests/kernels/test_adam_dispatch.py \
+NEWEST_TESTS ?= tests/distributed/test_training.py \
+  tests/kernels/test_adam_compiled.py tests/kernels/test_adam_dispatch.py \
   tests/test_accumulate.py tests/test_control.py tests/test_leaves.py tests/test_program.py \
   tests/test_reduction.py tests/test_step.py
 WHEEL_TESTS  ?= tests/test_layers.py tests/test_public_api.py tests/test_packaging.py

@@ -27,7 +27,8 @@ def make_mesh(
 
     A *domain* is a set of devices with fast links: a slice (TPU; GPUs of one host or NVLink
     domain) as JAX reports it, else (CPU) a process. Devices of a domain stay together in either
-    shape, in the order of their ids, or on TPU in the order that suits the torus.
+    shape, in the order of their ids, or on TPU in the order that suits the torus. A topology that
+    is only compiled for may be said to be one slice whatever its hosts: pass ``shards``.
 
     Without ``replica_axis`` the mesh has one axis over all devices. With it, it has two,
     (replica_axis, axis): the shard axis lies inside a domain, where a step's reduce-scatter and

@@ -29,7 +29,7 @@ class Outcome:
     @property
     def after(self) -> float:
         """Seconds from the fault to the end of the last process."""
-        [at] = re.findall(r"fault at ([0-9.]+)", self.output)
+        at = re.findall(r"fault at ([0-9.]+)", self.output)[0]
         return self.ended - float(at)
 
 

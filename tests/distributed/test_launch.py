@@ -119,6 +119,18 @@ sys.exit(7) if me == 1 else time.sleep(1000)
     assert all(gone(pid) for pid in wait_for(ids, 5))
 
 
+def test_what_a_finished_process_has_left_is_ended(tmp_path: Path):
+    ids = tmp_path / "ids"
+    code = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+open({str(ids)!r}, "a").write(f"{{child.pid}}\\n")
+"""
+    status, _, err = finish(launch("-n", "2", *script(code)))
+    assert (status, err) == (0, "")
+    assert all(gone(pid) for pid in wait_for(ids, 2))
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -145,9 +145,10 @@ def test_compiled_for_64_hosts_of_8_gpus():
     topology = topologies.get_topology_desc(
         "", "cuda", target_config=H200.read_text(), topology="64x1x8"
     )
-    mesh = jzero.distributed.make_mesh(replica_axis="replica", devices=topology.devices)
+    # Without a machine all are said to be one slice; with one, each host is.
+    mesh = jzero.distributed.make_mesh(replica_axis="replica", shards=8, devices=topology.devices)
     assert dict(mesh.shape) == {"replica": 64, "data": 8}
-    assert all(len({d.slice_index for d in row}) == 1 for row in mesh.devices)
+    assert all(len({d.process_index for d in row}) == 1 for row in mesh.devices)
     state, trace = traced(mesh, "replica")
     compiled = trace.lower().compile(
         # XLA would merge the buckets again.

@@ -1,6 +1,10 @@
 """Values and batches onto the devices, in one process; many are in test_training."""
 
+import importlib
+import inspect
+import tomllib
 import types
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -101,3 +105,34 @@ def test_too_late_and_proxies(monkeypatch: pytest.MonkeyPatch):
         ValueError, match=r"https_proxy='http://proxy:3128' sends .*no_proxy=10\.0\.0\.1,\$no_proxy"
     ):
         jzero.distributed.initialize("10.0.0.1:1234", 2, 0)
+
+
+# As PUBLIC in test_public_api: a new name or option is a decision.
+NAMES: dict[str, str] = {
+    "MeetingError": "args kwargs",
+    "barrier": "name timeout",
+    "check_same": "tree name values timeout",
+    "global_batch": "local mesh dim",
+    "initialize": (
+        "coordinator_address num_processes process_id local_device_ids initialization_timeout "
+        "heartbeat_timeout shutdown_timeout coordinator_bind_address meeting"
+    ),
+    "local_rows": "mesh size",
+    "make_mesh": "axis replica_axis shards devices axis_types",
+    "shutdown": "",
+}
+
+
+def test_the_public_names_are_these():
+    assert sorted(NAMES) == sorted(jzero.distributed.__all__)
+    for name, parameters in NAMES.items():
+        value = getattr(jzero.distributed, name)
+        assert (value.__doc__ or "").strip()
+        if not isinstance(value, type):
+            assert " ".join(inspect.signature(value).parameters) == parameters
+
+
+def test_the_command_leads_somewhere():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    module, name = tomllib.loads(text)["project"]["scripts"]["jzero"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))

@@ -37,7 +37,13 @@ def check(outcome: Outcome, alone: Outcome, processes: int) -> None:
 
 def test_two_processes(alone: Outcome, tmp_path: Path):
     outcome = launch(
-        tmp_path / "out", 2, steps=STEPS, overflow=OVERFLOW, seed_of_process=True, replicas=True
+        tmp_path / "out",
+        2,
+        steps=STEPS,
+        overflow=OVERFLOW,
+        seed_of_process=True,
+        replicas=True,
+        ddp=True,
     )
     check(outcome, alone, 2)
     # The shard axis lies inside a process, the replica axis across.

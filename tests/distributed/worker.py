@@ -31,6 +31,7 @@ class Options:
     overflow: int | None = None  # at this step, in a row of the last process
     replicas: bool = False
     seed_of_process: bool = False  # processes draw different values, and process 0's are sent
+    ddp: bool = False  # also build a DistributedDataParallel, of other values on each process
     save: str = ""  # the checkpoint's folder; the run continues from what is there
     save_every: int = 4
     fault: str = ""  # one of `do`, or "model", "buckets", "start"
@@ -100,6 +101,8 @@ def main(options: Options) -> None:
 
     drawn = draw(me if options.seed_of_process else 0, 4 if mine and fault == "model" else 5)
     params = jzero.broadcast(drawn, zero=jzero.ZeroConfig(mesh=mesh, replica_axis=replica))
+    if options.ddp:
+        check_ddp(me)
     if options.seed_of_process:
         jax.tree.map(same_bits, jzero.broadcast(odd(me), zero=zero), odd(0))
     state = tx.init(params)
@@ -145,6 +148,18 @@ def main(options: Options) -> None:
     seen["mesh"] = [[d.process_index for d in row] for row in np.atleast_2d(mesh.devices)]
     seen["drawn"] = {name: x.ravel().tolist() for name, x in drawn.items()}
     Path(options.out, f"process-{me}.json").write_text(json.dumps(seen), encoding="utf-8")
+
+
+def check_ddp(seed: int) -> None:
+    """Wrapping a model gives every process the first one's values."""
+    from flax import nnx
+
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(seed))
+    own = np.asarray(model.kernel[...])
+    first = np.asarray(nnx.Linear(3, 4, rngs=nnx.Rngs(0)).kernel[...])
+    assert (own == first).all() == (seed == 0)
+    ddp = jzero.DistributedDataParallel(model, mesh=jzero.distributed.make_mesh())
+    same_bits(ddp.module.kernel[...], first)
 
 
 def same_bits(sent: Any, own: Any) -> None:
