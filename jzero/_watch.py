@@ -28,6 +28,7 @@ PEER_FAILED = 76
 
 _FAILURE = "jzero/failure"
 _ROLL = "jzero/roll"
+_LEFT = "jzero/left"
 _ROLL_CALL = 3.0  # seconds in which a live process answers
 _POLL = 0.25  # seconds between questions, for up to 128 processes; more ask less often
 _LOST = ("gloo", "nccl", "connection", "unavailable", "heartbeat", "coordination service", "peer")
@@ -57,6 +58,7 @@ class _Watcher:
         self.client, self.index, self.peers, self.name = client, index, peers, name
         self.lock = threading.Lock()  # taken by whoever ends this process, and never given back
         self.status: int | None = None
+        self.pause = _POLL * max(1.0, len(peers) / 128)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.wait, name="jzero-watch", daemon=True)
 
@@ -76,8 +78,7 @@ class _Watcher:
 
     def wait(self) -> None:
         """Wait for the failure of another process; the thread's body."""
-        pause = _POLL * max(1.0, len(self.peers) / 128)
-        while not self.over.wait(pause):
+        while not self.over.wait(self.pause):
             try:
                 index, text = json.loads(self.client.key_value_try_get(_FAILURE))
                 break
@@ -104,16 +105,29 @@ class _Watcher:
                 absent = [i for i in range(len(self.peers)) if i not in here]
                 if not absent or time.monotonic() > end:
                     break
-                time.sleep(0.05)
+                time.sleep(self.pause / 4)
         except Exception:
             return
         if absent and lost:
             names = ", ".join(self.who(i) for i in absent[:5])
             more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
             self.say(f"no answer from {names}{more}: killed, stopped or cut off")
-        # Process 0 keeps the service: without it JAX aborts those that have not read it yet.
+        self.leave({i for i in range(len(self.peers)) if i not in absent})
+
+    def leave(self, others: set[int]) -> None:
+        """Process 0 keeps the service, without which JAX aborts the others: it goes last."""
+        end = time.monotonic() + _ROLL_CALL
+        try:
+            self.client.key_value_set(f"{_LEFT}/{self.index}", "left", allow_overwrite=True)
+            while self.index == 0 and time.monotonic() < end:
+                left = {int(key.split("/")[-1]) for key, _ in self.client.key_value_dir_get(_LEFT)}
+                if others <= left:
+                    break
+                time.sleep(self.pause / 4)
+        except Exception:
+            return
         if self.index == 0:
-            time.sleep(0.2)
+            time.sleep(0.3)  # for their exit handlers
 
     def exit(self) -> None:
         """The exit handler."""

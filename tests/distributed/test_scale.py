@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from support import arrays
 
 import jzero
+from jzero._layout import NARROW_TILE
 
 LAYERS, WIDTH = 12, 1024
 H200 = Path(__file__).parents[1] / "kernels" / "h200.txtpb"
@@ -85,9 +86,9 @@ def test_plan_and_trace_do_not_grow():
         assert layout.shards == size
         plans.append([(slot.path, slot.bucket, slot.offset) for slot in layout.slots])
         programs.append(collections.Counter(equations(trace.jaxpr.jaxpr)))
-        # Padding stays below one unit of 1024 elements a shard.
+        # Padding stays below one tile a shard.
         for bucket in layout.buckets:
-            assert bucket.padded - bucket.size < 1024 * size
+            assert bucket.padded - bucket.size < NARROW_TILE * size
     buckets = len(state.layout.buckets)
     assert buckets > 5
     assert all(plan == plans[0] for plan in plans)
