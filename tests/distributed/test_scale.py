@@ -112,8 +112,9 @@ def moved(compiled: Any) -> collections.Counter[str]:
     for line in compiled.as_text().splitlines():
         if match := _COLLECTIVE.search(line):
             results = [n for _, n in arrays(match[1]) if n > 1024]
-            # The result of an asynchronous one holds its operands too.
-            count[match[2]] += len(results) // 2 if match[3] else len(results)
+            # The result of an asynchronous one holds its operands too, but for an all-reduce.
+            both = match[3] and match[2] != "all-reduce"
+            count[match[2]] += len(results) // 2 if both else len(results)
     return count
 
 
@@ -164,3 +165,10 @@ def test_compiled_for_64_hosts_of_8_gpus():
         "all-reduce": buckets,  # of a shard, across hosts
         "all-gather": buckets,
     }
+    text = compiled.as_text()
+    for op, groups in (
+        ("reduce-scatter", "{0,1,2,3,4,5,6,7},{8,"),
+        ("all-gather", "{0,1,2,3,4,5,6,7},{8,"),
+        ("all-reduce", "{0,8,16,24,32,40,48,"),
+    ):
+        assert re.search(rf" {op}(-start)?\(.*replica_groups={{{re.escape(groups)}", text)
