@@ -18,6 +18,7 @@ from jzero._loss_scale import DynamicLossScale as DynamicLossScale
 from jzero._multi_steps import MultiSteps as MultiSteps
 from jzero._multi_steps import MultiStepsState as MultiStepsState
 from jzero._norms import global_norm as global_norm
+from jzero._options import compiler_options as compiler_options
 from jzero._precision import Precision as Precision
 from jzero._scan import scan_layers as scan_layers
 from jzero._shards import ParamShards as ParamShards
@@ -28,6 +29,8 @@ from jzero._transform import ZeroTransformation as ZeroTransformation
 from jzero._transform import adamw as adamw
 from jzero._transform import zero as zero
 from jzero.ddp import DistributedDataParallel as DistributedDataParallel
+from jzero.report import Report as Report
+from jzero.report import report as report
 
 __version__ = importlib.metadata.version("jzero")
 
@@ -40,6 +43,7 @@ __all__ = [
     "MultiStepsState",
     "ParamShards",
     "Precision",
+    "Report",
     "ZeroConfig",
     "ZeroState",
     "ZeroTransformation",
@@ -47,11 +51,13 @@ __all__ = [
     "adamw",
     "broadcast",
     "checkpoint",
+    "compiler_options",
     "distributed",
     "first_difference",
     "gather_params",
     "global_norm",
     "partition_specs",
+    "report",
     "save_except_gathered",
     "save_gathered",
     "scan_layers",

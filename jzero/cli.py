@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_launch(commands)
+    _add_report(commands)
     options = parser.parse_args(argv)
     return options.run(options)
 
@@ -75,6 +76,22 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         restarts=options.restarts,
         grace=options.grace,
     )
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from jzero import _report_cli
+
+    parser = commands.add_parser(
+        "report",
+        help="tell what a training step takes on a machine, from compiling alone",
+        description=(
+            "Compile the training step of a ready model for a machine that need not be there, and "
+            "tell its memory, its traffic, what overlaps, and how long a step takes at best. "
+            "Your own model: jzero.report in Python."
+        ),
+    )
+    _report_cli.add_arguments(parser)
+    parser.set_defaults(run=_report_cli.run)
 
 
 def _at_least(low: int):

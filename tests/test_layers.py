@@ -30,6 +30,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_meeting",
         "_processes",
         "_watch",
+        "_hlo",
+        "_hlo_collectives",
+        "_hlo_cost",
+        "_ready_models",
+        "_targets",
     ),
     "L1": (
         "_pack",
@@ -41,6 +46,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_program",
         "_ckpt_codec",
         "_spread",
+        "_options",
+        "_roofline",
+        "_report_result",
     ),
     "L2": ("_measure", "_update", "_elementwise", "_loss_scale", "_gather", "_replicate"),
     "L3": (
@@ -75,9 +83,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "ddp",
         "checkpoint",
         "distributed",
-        "report",
-        "cli",
     ),
+    # Programs made of the faces.
+    "L5": ("_report_programs", "_report_cli", "report", "cli"),
 }
 FACES = "L4"
 # A subcommand stands for a face and imports it where it runs: `jzero launch` must not load what

@@ -32,6 +32,7 @@ def test_extras():
         "dev",
         "examples",
         "flax",
+        "report",
         "tpu",
     }
 

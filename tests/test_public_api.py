@@ -19,6 +19,7 @@ PUBLIC: dict[str, str | None] = {
     "MultiStepsState": "micro_step grads inner",
     "ParamShards": "buckets frozen others probes plan config weighted",
     "Precision": ("state grad_sync param_sync master accumulate scaled rounding seed overrides"),
+    "Report": "topology devices mesh chip methods largest_batch",
     "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync precision",
     "ZeroState": "step grad_norm skipped finite master inner layout axis sharded",
     "ZeroTransformation": "machine",
@@ -28,12 +29,19 @@ PUBLIC: dict[str, str | None] = {
         "weight_decay_mode clip_norm skip_nonfinite param_labels overrides zero"
     ),
     "checkpoint": None,
+    "compiler_options": (
+        "zero platform merge_mb pipelined user_buffers command_buffers double_buffering"
+    ),
     "distributed": None,
     "broadcast": "tree zero",
     "first_difference": "tree zero",
     "gather_params": "shards",
     "global_norm": "tree paths ord zero",
     "partition_specs": "tree",
+    "report": (
+        "fn_or_tx params topology loss batch args in_specs stacked mesh_shape compare baseline "
+        "compiler_options largest_batch"
+    ),
     "save_except_gathered": "prim _ params",
     "save_gathered": "prim _ params",
     "scan_layers": "body carry shards args",

@@ -1,0 +1,251 @@
+"""What a training step will take on a machine that one does not have, from compiling alone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jzero._hlo import parse
+from jzero._report_programs import (
+    Program,
+    local_bytes,
+    mesh_axes,
+    optax_programs,
+    user_program,
+    zero_program,
+)
+from jzero._report_result import Memory, Method, Report, wires
+from jzero._roofline import simulate
+from jzero._targets import Target, target_of
+from jzero._transform import ZeroTransformation
+
+__all__ = ["Memory", "Method", "Report", "report"]
+
+
+def report(
+    fn_or_tx: Any,
+    params: Any,
+    topology: str = "tpu:v5e:4x4",
+    *,
+    loss: Callable[..., Any] | None = None,
+    batch: Any = None,
+    args: Any = (),
+    in_specs: Any = None,
+    stacked: Any = None,
+    mesh_shape: Mapping[str, int] | None = None,
+    compare: bool | Callable[..., Any] = False,
+    baseline: optax.GradientTransformation | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    largest_batch: int = 0,
+) -> Report:
+    """Compile a training step for a machine and tell what it takes there: nothing runs.
+
+    For each way to train: peak memory of a device and its parts, whether that fits, what goes over
+    the wire by collective, axis and dtype, which collectives have computation beside them in the
+    schedule, and how long a step takes by a roofline, whose assumptions the report prints.
+
+    Args:
+      fn_or_tx: a transformation of ``jzero.adamw`` or ``jzero.zero`` (its mesh, if it has one, is
+        replaced by the topology's): its step is built here, with ``loss`` the whole of it, else
+        reduction, update and gather alone. Or the user's own step ``fn(params, *args)``, jitted or
+        not, traced with the topology's mesh as the ambient one (``jax.set_mesh``), so that
+        ``ZeroConfig(mesh=None)`` finds it; not jitted, it may overwrite its first two arguments.
+      params: arrays or ``ShapeDtypeStruct``; only shapes and dtypes are used.
+      topology: ``"tpu:v5e:16x16"`` (chips v4, v5e, v5p, v6e, tpu7x), ``"gpu:h200:8"`` (h100, h200,
+        b200), or ``"cpu:8"``.
+      loss: ``loss(params, batch)``, the mean over its part of the batch. With
+        ``param_sync="lazy"`` it gets shards, which it gathers.
+      batch: a pytree of arrays or ``ShapeDtypeStruct``, of all devices together: dim 0 is split.
+      args: what a step ``fn`` takes after the parameters, or a function of the mesh that returns
+        it (state whose shapes depend on the number of devices).
+      in_specs: for ``fn``: a tuple of PartitionSpecs (or prefixes) of params and each of args.
+        None: those of their shardings; jzero's own for its states and shards; replicated.
+      stacked: for lazy sync, as for ``jzero.shard_params``.
+      mesh_shape: sizes of the mesh axes by name, in order. None: all devices on the shard axis.
+      compare: compile replicated optax and annotation-sharded optax too; a function: the loss on
+        whole parameters to use there.
+      baseline: the optax transformation that they use; None: ``optax.adamw(1e-4)``.
+      compiler_options: for the compiler, such as ``jzero.compiler_options`` returns.
+      largest_batch: find the largest batch that fits, by at most so many more compilations of the
+        first method. The dim 0 of ``batch`` is scaled.
+
+    Returns:
+      A :class:`Report`: print it, ``to_json()``, ``picture(path)``.
+
+    Raises:
+      ValueError: an unknown topology, or arguments that do not fit each other, by name.
+      ModuleNotFoundError: the machine's compiler is not installed; the message names the extra.
+    """
+    is_tx = isinstance(fn_or_tx, ZeroTransformation)
+    _check(fn_or_tx, is_tx, loss, batch, compare, largest_batch)
+    target = target_of(topology)
+    config = fn_or_tx.config if is_tx else None
+    mesh = target.mesh(mesh_axes(config, len(target.devices), mesh_shape))
+    options = dict(compiler_options or {})
+
+    def first(batch: Any) -> Program:
+        if is_tx:
+            return zero_program(fn_or_tx, params, mesh, loss, batch, stacked)
+        return user_program(fn_or_tx, params, args, mesh, in_specs)
+
+    with jax.set_mesh(mesh):
+        programs = [first(batch)]
+        if compare and loss is not None:
+            plain = compare if callable(compare) else loss
+            inner = optax.adamw(1e-4) if baseline is None else baseline
+            axis = config.axis if config is not None else mesh.axis_names[0]
+            programs += optax_programs(inner, params, mesh, plain, batch, axis)
+        methods = [_measure(program, target, mesh, options) for program in programs]
+        largest = None
+        if largest_batch:
+            largest = _largest(
+                lambda b: _measure(first(b), target, mesh, options),
+                batch,
+                mesh.size,
+                methods[0],
+                largest_batch,
+            )
+    return Report(
+        topology=topology,
+        devices=mesh.size,
+        mesh=dict(mesh.shape),
+        chip=target.chip,
+        methods=tuple(methods),
+        largest_batch=largest,
+    )
+
+
+def _check(
+    fn_or_tx: Any,
+    is_tx: bool,
+    loss: Any,
+    batch: Any,
+    compare: Any,
+    largest_batch: int,
+) -> None:
+    if not is_tx and not callable(fn_or_tx):
+        raise ValueError(
+            f"jzero.report({fn_or_tx!r}) needs a transformation of jzero.adamw or jzero.zero, or a "
+            "step function"
+        )
+    if not is_tx and loss is not None:
+        raise ValueError("loss= is for a transformation; a step function holds its own")
+    if (loss is None) != (batch is None):
+        missing = "batch" if batch is None else "loss"
+        raise ValueError(f"loss and batch go together: {missing} is None")
+    if compare and loss is None:
+        raise ValueError("compare=True needs loss and batch: optax's steps are built of them")
+    if largest_batch and loss is None:
+        raise ValueError(f"largest_batch={largest_batch} needs loss and batch")
+
+
+def _measure(
+    program: Program, target: Target, mesh: jax.sharding.Mesh, options: dict[str, Any]
+) -> Method:
+    if hasattr(program.step, "lower"):
+        jitted: Any = program.step
+    else:
+        jitted = jax.jit(
+            program.step, donate_argnums=program.donate, out_shardings=program.out_shardings
+        )
+    begin = time.perf_counter()
+    params, state = program.args[0], program.args[1] if len(program.args) > 1 else ()
+    held = {"parameters": _local(params), "state": _local(state)}
+    try:
+        compiled = jitted.lower(*program.args).compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        used = _used(str(error))
+        if used is None:
+            raise
+        memory = _split(used, held, program, 0)
+        return Method(program.name, memory, False, None, (), time.perf_counter() - begin)
+    text = compiled.as_text()
+    analysis = compiled.memory_analysis()
+    seconds = time.perf_counter() - begin
+    arguments = int(analysis.argument_size_in_bytes)
+    peak = int(getattr(analysis, "peak_memory_in_bytes", 0))
+    alive = arguments + int(analysis.output_size_in_bytes) - int(analysis.alias_size_in_bytes)
+    if target.kind != "tpu" or not peak:
+        # These runtimes hold one buffer for all temporaries from the step's start to its end.
+        peak = max(peak, alive + int(analysis.temp_size_in_bytes))
+    memory = _split(peak, held, program, arguments)
+    timeline = simulate(parse(text), target)
+    capacity = target.chip.memory
+    fits = None if not capacity else peak <= capacity
+    return Method(
+        program.name, memory, fits, timeline, wires(timeline, mesh), seconds, program.gradients
+    )
+
+
+def _local(tree: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = leaf.sharding
+        total += local_bytes([leaf], [sharding.spec], sharding.mesh)
+    return total
+
+
+def _split(peak: int, held: dict[str, int], program: Program, arguments: int) -> Memory:
+    known = held["parameters"] + held["state"]
+    rest = max(0, peak - known)
+    gradients = min(program.gradients, rest)
+    return Memory(peak, held["parameters"], held["state"], gradients, rest - gradients, arguments)
+
+
+def _used(message: str) -> int | None:
+    """What the compiler says that a program needs that does not fit."""
+    if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
+        return None
+    found = re.search(r"(?:[Uu]sed|usage >?=|temporaries \() ?([\d.]+)([KMGT])", message)
+    if found is None:
+        return None
+    return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))
+
+
+def _largest(
+    measure: Callable[[Any], Method], batch: Any, devices: int, known: Method, compilations: int
+) -> dict[str, Any]:
+    """A line through two peaks, then a check of what it says; sequences a device."""
+    shape = [x.shape[0] for x in jax.tree.leaves(batch) if x.ndim]
+    unit = shape[0] // devices
+
+    def scaled(each: int) -> Any:
+        def one(x: Any) -> Any:
+            if not x.ndim:
+                return x
+            rows = x.shape[0] * each // unit
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(one, batch)
+
+    tried: dict[int, tuple[int, bool]] = {unit: (known.memory.peak, bool(known.fits))}
+    for _ in range(compilations):
+        guess = _guess(tried, known)
+        if guess is None or guess in tried:
+            break
+        method = measure(scaled(guess))
+        tried[guess] = (method.memory.peak, bool(method.fits))
+    fitting = [each for each, (_, fits) in tried.items() if fits]
+    too_large = [each for each, (_, fits) in tried.items() if not fits]
+    return {
+        "sequences_per_device": max(fitting, default=0),
+        "smallest_that_does_not_fit": min(too_large, default=None),
+        "peaks": {each: peak for each, (peak, _) in sorted(tried.items())},
+    }
+
+
+def _guess(tried: dict[int, tuple[int, bool]], known: Method) -> int | None:
+    fitting = max((n for n, (_, fits) in tried.items() if fits), default=0)
+    failing = min((n for n, (_, fits) in tried.items() if not fits), default=None)
+    if len(tried) == 1:
+        return fitting * 2 if fitting else max(1, (failing or 1) // 2)
+    if failing is None or fitting == 0:
+        return fitting * 2 if fitting else (max(1, (failing or 1) // 2))
+    if failing - fitting <= max(1, fitting // 8):
+        return None
+    return (fitting + failing) // 2

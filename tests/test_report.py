@@ -1,0 +1,514 @@
+"""jzero.report and jzero.compiler_options: what compiled programs hold, told from their text."""
+
+import io
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+import jzero
+from jzero import _targets, cli
+from jzero._hlo import parse
+from jzero._hlo_collectives import collectives
+from jzero._hlo_cost import cost
+from jzero._ready_models import MODELS
+from jzero._report_programs import moved
+from jzero._roofline import simulate
+
+P = jax.P
+LAYERS, WIDTH, ROWS = 3, 64, 16
+SHAPES = {
+    "layers": jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
+    "head": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+}
+BATCH = jax.ShapeDtypeStruct((8 * ROWS, WIDTH), jnp.float32)
+SIZE = (LAYERS + 1) * WIDTH * WIDTH
+
+
+def loss(params, batch, gather=lambda x: x):
+    def layer(x, w):
+        return jnp.tanh(x @ gather(w)), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), batch, params["layers"])
+    return jnp.mean(jnp.square(x @ gather(params["head"])))
+
+
+def adamw(**options: Any) -> jzero.ZeroTransformation:
+    return jzero.adamw(1e-3, zero=jzero.ZeroConfig(**options))
+
+
+@pytest.fixture(scope="module")
+def eager() -> jzero.Report:
+    return jzero.report(adamw(), SHAPES, "cpu:8", loss=loss, batch=BATCH, compare=True)
+
+
+@pytest.fixture(scope="module")
+def lazy() -> jzero.Report:
+    return jzero.report(
+        adamw(param_sync="lazy"),
+        SHAPES,
+        "cpu:8",
+        loss=lambda p, b: loss(p, b, jzero.gather_params),
+        batch=BATCH,
+        stacked="layers",
+    )
+
+
+def by_kind(method: Any) -> dict[str, Any]:
+    return {w.kind: w for w in method.wire}
+
+
+# ---------------------------------------------------------------- a report
+
+
+def test_wire_of_an_eager_step(eager):
+    wire = by_kind(eager["jzero"])
+    sent = SIZE * 4 * 7 // 8  # one bucket, which fills whole shards
+    assert wire["reduce-scatter"].bytes == wire["all-gather"].bytes == sent
+    assert wire["reduce-scatter"].count == wire["all-gather"].count == 1
+    assert {w.axis for w in eager["jzero"].wire} == {"data"}
+    assert {w.dtype for w in eager["jzero"].wire} == {"f32"}
+    assert by_kind(eager["optax replicated"])["all-reduce"].bytes >= 2 * sent
+
+
+def test_wire_of_a_lazy_step(lazy):
+    wire = by_kind(lazy["jzero lazy"])
+    layer = WIDTH * WIDTH * 4 * 7 // 8
+    # Each layer is gathered in both passes (it is recomputed) and reduced inside the loop.
+    assert wire["reduce-scatter"].bytes == (LAYERS + 1) * layer
+    assert wire["reduce-scatter"].in_loops == pytest.approx(LAYERS / (LAYERS + 1))
+    assert wire["all-gather"].bytes == (2 * LAYERS + 1) * layer
+
+
+def test_arithmetic_is_that_of_the_products(eager, lazy):
+    product = 2 * ROWS * WIDTH * WIDTH
+    for method in (*eager.methods[:2], *lazy.methods):
+        # forward, recomputed (tanh' needs the product), and two of the backward pass; the input
+        # has no gradient, but the loop computes it.
+        assert method.timeline.flops in (product * (4 * LAYERS + 3), product * (3 * LAYERS + 3))
+        assert method.timeline.unknown_loops == 0
+
+
+def test_memory_is_what_is_allocated(eager, lazy, make_mesh):
+    mesh = make_mesh(8)
+    for report, name, sync in ((eager, "jzero", "eager"), (lazy, "jzero lazy", "lazy")):
+        zero = jzero.ZeroConfig(mesh=mesh, param_sync=sync)
+        tx = jzero.adamw(1e-3, zero=zero)
+        gather = jzero.gather_params if sync == "lazy" else lambda x: x
+        grad = jzero.value_and_grad(lambda p, b, gather=gather: loss(p, b, gather), zero=tx)
+
+        def train(params, state, batch, grad=grad, tx=tx):
+            value, grads = grad(params, batch)
+            params, state = tx.step(grads, state, params)
+            return params, state, value
+
+        params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), SHAPES)
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        if sync == "lazy":
+            params = jzero.shard_params(params, zero=tx, stacked="layers")
+        state = tx.init(params)
+        batch = jax.device_put(jnp.ones(BATCH.shape), NamedSharding(mesh, P("data")))
+        compiled = jax.jit(train, donate_argnums=(0, 1)).lower(params, state, batch).compile()
+        params, state, _ = jax.block_until_ready(compiled(params, state, batch))
+        memory = report[name].memory
+        assert memory.parameters == allocated(params, mesh)
+        assert memory.state == allocated(state, mesh)
+        here = compiled.memory_analysis()
+        total = allocated((params, state, batch), mesh) + here.temp_size_in_bytes
+        assert memory.peak == pytest.approx(total, rel=0.1)
+        parts = memory.parameters + memory.state + memory.gradients + memory.temporaries
+        assert parts == memory.peak
+
+
+def allocated(tree: Any, mesh: jax.sharding.Mesh) -> int:
+    first = mesh.devices.flat[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == first
+    )
+
+
+def test_sharding_shows_in_memory(eager):
+    whole = SIZE * 4
+    assert eager["optax replicated"].memory.state >= 2 * whole
+    for name in ("jzero", "optax annotated"):
+        assert eager[name].memory.state == pytest.approx(2 * whole / 8, rel=0.01)
+        assert eager[name].memory.parameters == whole
+
+
+def test_shown_as_text_table_json_and_picture(eager, tmp_path):
+    text = str(eager)
+    assert "cpu:8: 8 devices, data=8" in text
+    assert "optax annotated" in text
+    assert all(note in text for note in eager.assumptions)
+    value = json.loads(eager.to_json())
+    assert [m["name"] for m in value["methods"]] == [m.name for m in eager.methods]
+    assert value["methods"][0]["memory"]["peak"] == eager["jzero"].memory.peak
+    assert value["methods"][0]["step_seconds"] == eager["jzero"].seconds
+    with pytest.raises(KeyError, match="optax annotated"):
+        eager["nothing"]
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(eager)
+    assert "optax annotated" in console.export_text()
+    pytest.importorskip("matplotlib")
+    eager.picture(tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_update_alone_on_two_axes():
+    tx = adamw(replica_axis="replica")
+    report = jzero.report(tx, SHAPES, "cpu:8", mesh_shape={"replica": 2, "data": 4})
+    found = {(w.kind, w.axis): w.bytes for w in report.methods[0].wire}
+    assert found["reduce-scatter", "data"] == SIZE * 4 * 3 // 4
+    assert found["all-reduce", "replica"] == SIZE * 4 // 4  # of a shard, between two
+    assert report.mesh == {"replica": 2, "data": 4}
+
+
+def test_the_users_step(eager):
+    tx = adamw()
+    grad = jzero.value_and_grad(loss, zero=tx)
+
+    def step(params, state, batch):
+        value, grads = grad(params, batch)
+        return *tx.step(grads, state, params), value
+
+    def args(mesh):
+        return jax.eval_shape(moved(tx, mesh).init, SHAPES), BATCH
+
+    in_specs = (P(), None, P("data"))
+    specs = jzero.partition_specs(args(jax.make_mesh((8,), ("data",))))[0]
+    in_specs = (P(), specs, P("data"))
+    report = jzero.report(step, SHAPES, "cpu:8", args=args, in_specs=in_specs)
+    mine, ours = report.methods[0], eager["jzero"]
+    assert by_kind(mine)["reduce-scatter"].bytes == by_kind(ours)["reduce-scatter"].bytes
+    assert mine.memory.state == ours.memory.state
+    assert mine.timeline.flops == ours.timeline.flops
+
+
+# ---------------------------------------------------------------- reading schedules
+
+GPU = """HloModule step, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], f32[64,64])) -> (s32[], f32[64,64]) {
+  %p = (s32[], f32[64,64]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[64,64] get-tuple-element(%p), index=1
+  %rs = ((f32[64,64]), f32[16,64]) reduce-scatter-start(%x), replica_groups=[2,4]<=[4,2]T(1,0)
+  %dot = f32[64,64] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = f32[16,64] reduce-scatter-done(%rs)
+  ROOT %t = (s32[], f32[64,64]) tuple(%i, %dot)
+}
+
+%condition (p: (s32[], f32[64,64])) -> pred[] {
+  %q = (s32[], f32[64,64]) parameter(0)
+  %n = s32[] constant(5)
+  %i2 = s32[] get-tuple-element(%q), index=0
+  ROOT %lt = pred[] compare(%i2, %n), direction=LT
+}
+
+ENTRY %main (x: f32[64,64]) -> f32[64,64] {
+  %x0 = f32[64,64] parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[64,64]) tuple(%zero, %x0)
+  %loop = (s32[], f32[64,64]) while(%start), condition=%condition, body=%body
+  %out = f32[64,64] get-tuple-element(%loop), index=1
+  ROOT %ar = f32[64,64] all-reduce(%out), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+"""
+
+TPU = """HloModule step, is_scheduled=true
+
+%start.1 (a: bf16[8,512]) -> (bf16[8,512], bf16[64,512]) {
+  %a = bf16[8,512]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %ag = bf16[64,512]{1,0} all-gather(%a), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+
+%host (a: bf16[8,512], b: bf16[64,512]) -> bf16[64,64] {
+  %a2 = bf16[8,512]{1,0} parameter(0)
+  %b2 = bf16[64,512]{1,0} parameter(1)
+  %part = bf16[64,512]{1,0} all-gather(%a2), replica_groups={{0,1,2,3,4,5,6,7}}, \
+frontend_attributes={chain_id="0"}
+  ROOT %conv = bf16[64,64]{1,0} convolution(%b2, %b2), dim_labels=bf_oi->bf
+}
+
+%all-reduce-scatter.1 (c: bf16[64,64]) -> bf16[8,64] {
+  %c = bf16[64,64]{1,0} parameter(0)
+  %ar = bf16[64,64]{1,0} all-reduce(%c), replica_groups={{0,1,2,3,4,5,6,7}}
+  ROOT %slice = bf16[8,64]{1,0} dynamic-slice(%ar), dynamic_slice_sizes={8,64}
+}
+
+ENTRY %main (x: bf16[8,512], y: bf16[64,512]) -> bf16[8,64] {
+  %x = bf16[8,512]{1,0} parameter(0)
+  %y = bf16[64,512]{1,0:T(8,128)S(1)} parameter(1)
+  %async-collective-start.3 = (bf16[8,512]{1,0}, bf16[64,512]{1,0}) fusion(%x), kind=kCustom, \
+calls=%start.1
+  %f = bf16[64,64]{1,0} fusion(%x, %y), kind=kOutput, calls=%host
+  %async-collective-done.3 = bf16[64,512]{1,0} fusion(%f), kind=kCustom, calls=%start.1
+  ROOT %rs = bf16[8,64]{1,0} fusion(%f), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_reads_loops_groups_and_pairs():
+    hlo = parse(GPU)
+    scatter, total = collectives(hlo, 8)
+    assert (scatter.kind, scatter.times, scatter.bytes) == ("reduce-scatter", 5, 64 * 64 * 4)
+    assert scatter.group == (0, 2, 4, 6)
+    assert scatter.groups == 2
+    assert scatter.asynchronous
+    assert scatter.wire_bytes == 64 * 64 * 4 * 3 // 4
+    assert (total.kind, total.times, total.asynchronous) == ("all-reduce", 1, False)
+    assert total.wire_bytes == 2 * 64 * 64 * 4 * 7 // 8
+
+
+def test_runs_through_a_schedule():
+    chip = _targets.Chip(1 << 30, flops=2 * 64**3, bandwidth=1e30, link=64 * 64 * 4 * 3 // 4)
+    target = _targets.Target("gpu:x:8", "gpu", chip, tuple(range(8)))
+    timeline = simulate(parse(GPU), target)
+    # A turn: a second of dot beside a second of wire. Then an all-reduce, with nothing beside.
+    after = 2 * 7 / 8 / (3 / 4)
+    assert timeline.seconds == pytest.approx(5 + after)
+    assert timeline.flops == 5 * 2 * 64**3
+    assert [x.between for x in timeline.exchanges] == [1, 0]
+    assert timeline.exposed_seconds == pytest.approx(after)
+
+
+def test_reads_what_tpu_hides_in_fusions():
+    hlo = parse(TPU)
+    gather, scatter = collectives(hlo, 8)
+    assert (gather.kind, gather.bytes, gather.asynchronous) == ("all-gather", 64 * 512 * 2, True)
+    assert (scatter.kind, scatter.bytes, scatter.asynchronous) == (
+        "reduce-scatter",
+        64 * 64 * 2,
+        False,
+    )
+    host = hlo.tables["main"]["f"]
+    # The operand in on-chip memory (S(1)) moves nothing.
+    assert cost(hlo, "main", host) == (2 * 64 * 64 * 512, 8 * 512 * 2 + 64 * 64 * 2)
+    device = type("Device", (), {"coords": (0, 0, 0)})
+    target = _targets.Target("tpu:v5e:2x4", "tpu", _targets.CHIPS["v5e"], (device,) * 8)
+    assert [x.between for x in simulate(hlo, target).exchanges] == [1, 0]
+
+
+# ---------------------------------------------------------------- targets and errors
+
+
+def test_wire_seconds_know_the_torus():
+    def devices(rows: int, columns: int) -> tuple[Any, ...]:
+        return tuple(
+            type("Device", (), {"coords": (r, c, 0)}) for r in range(rows) for c in range(columns)
+        )
+
+    v5e = _targets.CHIPS["v5e"]
+    ring = _targets.Target("", "tpu", v5e, devices(16, 16))
+    line = _targets.Target("", "tpu", v5e, devices(4, 4))
+    assert ring.seconds(180 * 10**9, range(256)) == pytest.approx(1)  # four links of 45 GB/s
+    assert line.seconds(90 * 10**9, range(16)) == pytest.approx(1)
+    assert line.seconds(45 * 10**9, range(4)) == pytest.approx(1)  # one row
+    h200 = _targets.Target("", "gpu", _targets.CHIPS["h200"], tuple(range(16)))
+    assert h200.seconds(450 * 10**9, range(8)) == pytest.approx(1)
+    assert h200.seconds(0, range(8)) == 0
+
+
+@pytest.mark.parametrize(
+    "topology", ["", "tpu", "tpu:v5e", "tpu:v3:2x2", "gpu:h200", "gpu:a100:8", "cpu", "cpu:0"]
+)
+def test_unknown_topologies_are_refused(topology):
+    with pytest.raises(ValueError, match="use 'tpu:CHIP:SHAPE'"):
+        jzero.report(adamw(), SHAPES, topology)
+
+
+def test_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"libtpu.*pip install 'jzero\[tpu\]'"):
+        jzero.report(adamw(), SHAPES, "tpu:v5e:2x2")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jzero\[cuda\]'"):
+        jzero.report(adamw(), SHAPES, "gpu:h200:8")
+    assert cli.main(["report", "--model", "tiny", "--topology", "gpu:h200:8"]) == 2
+
+
+def test_gpu_targets_are_there():
+    for chip in _targets.GPUS:
+        text = _targets.importlib.resources.files("jzero").joinpath("targets", f"{chip}.txtpb")
+        assert f"device_memory_size: {_targets.CHIPS[chip].memory}\n" in text.read_text()
+
+
+def test_arguments_that_do_not_fit():
+    tx = adamw()
+    with pytest.raises(ValueError, match="batch is None"):
+        jzero.report(tx, SHAPES, "cpu:8", loss=loss)
+    with pytest.raises(ValueError, match="needs a transformation"):
+        jzero.report(3, SHAPES, "cpu:8")
+    with pytest.raises(ValueError, match="compare=True needs loss"):
+        jzero.report(tx, SHAPES, "cpu:8", compare=True)
+    with pytest.raises(ValueError, match="a step function holds its own"):
+        jzero.report(lambda p: p, SHAPES, "cpu:8", loss=loss, batch=BATCH)
+    with pytest.raises(ValueError, match="has 4 devices and cpu:8 8"):
+        jzero.report(tx, SHAPES, "cpu:8", mesh_shape={"data": 4})
+    with pytest.raises(ValueError, match="give mesh_shape"):
+        jzero.report(adamw(replica_axis="replica"), SHAPES, "cpu:8")
+    with pytest.raises(RuntimeError, match="jax_num_cpu_devices"):
+        jzero.report(tx, SHAPES, "cpu:512")
+
+
+# ---------------------------------------------------------------- models and the command
+
+
+def test_ready_models_have_their_names_sizes():
+    sizes = {name: round(model.parameters / 1e6) for name, model in MODELS.items()}
+    assert sizes == {
+        "tiny": 0,
+        "gpt2": 124,
+        "llama-1b": 1236,
+        "llama-8b": 8030,
+        "llama-70b": 70554,
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2"])
+def test_ready_models_predict(name):
+    tiny = MODELS["tiny"]
+    model = tiny if name == "tiny" else type(tiny)(2, 64, 4, 4, 128, 256, 32, 1, False, True)
+    params = jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), model.shapes())
+    tokens = np.zeros((2, 33), np.int32)
+    value = jax.jit(model.loss)(params, tokens)
+    # All rows of the output matrix are equal: every token is as likely.
+    assert float(value) == pytest.approx(np.log(256), rel=1e-3)
+
+
+class Small:
+    """Stands for a ready model: those take a minute to compile for CPU."""
+
+    parameters, dtype, length, batch, stacked = SIZE, "float32", WIDTH, ROWS, "layers"
+
+    def shapes(self):
+        return SHAPES
+
+    def batch_shape(self, sequences):
+        return jax.ShapeDtypeStruct((sequences, WIDTH), jnp.float32)
+
+    loss = staticmethod(loss)
+
+
+def test_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(MODELS, "tiny", Small())
+    picture = tmp_path / "schedule.svg"
+    command = ["report", "--model", "tiny", "--topology", "cpu:8", "--lazy", "--json"]
+    assert cli.main([*command, "--options", "--picture", str(picture)]) == 0
+    value = json.loads(capsys.readouterr().out)
+    (method,) = value["methods"]
+    assert method["name"] == "jzero lazy"
+    kinds = {w["kind"]: w for w in method["wire"]}
+    assert kinds["reduce-scatter"]["in_loops"] > 0
+    assert picture.read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_the_command_with_a_ready_model(capsys):
+    assert cli.main(["report", "--model", "tiny", "--topology", "cpu:8", "--lazy"]) == 0
+    text = capsys.readouterr().out
+    assert "tiny: 0 M parameters, float32, 1 x 32 tokens a device" in text
+    assert "reduce-scatter" in text
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_options_of_each_platform():
+    zero = jzero.ZeroConfig()
+    gpu = jzero.compiler_options(zero, platform="gpu")
+    assert gpu["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 1
+    assert gpu["xla_gpu_all_gather_combine_threshold_bytes"] == 1
+    assert gpu["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert "xla_gpu_enable_nccl_user_buffers" not in gpu
+    assert "xla_gpu_enable_command_buffer" not in gpu
+    more = jzero.compiler_options(
+        adamw(replica_axis="replica"),
+        "gpu:h200:8",
+        merge_mb=1,
+        pipelined=False,
+        user_buffers=True,
+        command_buffers=False,
+        double_buffering=True,
+    )
+    assert more == {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**20,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**20,
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_nccl_user_buffers": True,
+        "xla_gpu_enable_command_buffer": "",
+        "xla_gpu_enable_while_loop_double_buffering": True,
+    }
+    assert jzero.compiler_options(zero, "cpu") == {}
+    assert jzero.compiler_options(zero, "tpu:v6e:4x4") != jzero.compiler_options(zero, "tpu")
+    for bad in ("rocm", "tpu:v3"):
+        with pytest.raises(ValueError, match="use 'gpu', 'tpu'"):
+            jzero.compiler_options(zero, bad)
+    with pytest.raises(ValueError, match="options of GPUs"):
+        jzero.compiler_options(zero, "tpu", user_buffers=True)
+    with pytest.raises(ValueError, match="merge_mb"):
+        jzero.compiler_options(zero, merge_mb=-1)
+    with pytest.raises(ValueError, match="ZeroConfig"):
+        jzero.compiler_options(optax.sgd(1.0))
+
+
+def buckets_apart(target: Any, options: dict[str, Any]) -> tuple[int, int]:
+    """Reductions of buckets, and gathers, in a step of three buckets."""
+    tx = moved(adamw(bucket_mb=0.01), target.mesh({"data": len(target.devices)}))
+    names = [f"w{i}" for i in range(3)]
+    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in names}
+    report = jzero.report(
+        tx,
+        params,
+        target.name,
+        loss=lambda p, b: jnp.mean(jnp.tanh(jnp.tanh(b @ p["w0"]) @ p["w1"]) @ p["w2"]),
+        batch=jax.ShapeDtypeStruct((512, 256), jnp.float32),
+        compiler_options=options,
+    )
+    found = [x.collective for x in report.methods[0].timeline.exchanges]
+    large = [c for c in found if c.bytes > 65_536]
+    return (
+        sum(c.kind in ("reduce-scatter", "all-reduce") for c in large),
+        sum(c.kind == "all-gather" for c in large),
+    )
+
+
+def test_tpu_keeps_buckets_apart(tpu_topology):
+    target = _targets.target_of("tpu:v5e:2x4")
+    assert buckets_apart(target, {})[0] == 1
+    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (3, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
+def test_other_tpus_take_their_options(tpu_topology, chip):
+    target = _targets.target_of(f"tpu:{chip}")
+    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (3, 3)
+
+
+@pytest.mark.slow
+def test_gpu_keeps_buckets_apart():
+    pytest.importorskip("jax_cuda13_plugin", reason="compiling for GPU needs jzero[cuda]")
+    target = _targets.target_of("gpu:h200:8")
+    assert buckets_apart(target, {}) == (1, 1)
+    options = jzero.compiler_options(None, "gpu", user_buffers=True, double_buffering=True)
+    for record in (None, True, False):
+        more = jzero.compiler_options(None, "gpu", command_buffers=record)
+        assert buckets_apart(target, {**options, **more}) == (3, 3)
