@@ -152,6 +152,15 @@ def _groups(op: Op, devices: int) -> tuple[tuple[int, ...], int]:
         dims = [int(d) for d in iota[2].split(",")]
         order = [int(d) for d in iota[3].split(",")] if iota[3] else list(range(len(dims)))
         return tuple(_iota(i, dims, order) for i in range(size)), count
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", op.text)
+    if named:
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", named[1])}
+        chosen = re.findall(r"'([^']*)'", named[2])
+        dims, names = list(sizes.values()), list(sizes)
+        order = [i for i, n in enumerate(names) if n not in chosen]
+        order += [names.index(n) for n in chosen]
+        size = math.prod(sizes[n] for n in chosen)
+        return tuple(_iota(i, dims, order) for i in range(size)), math.prod(dims) // size
     pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", op.text)
     if pairs:
         return (int(pairs[1]), int(pairs[2])), devices

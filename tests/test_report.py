@@ -277,6 +277,15 @@ def test_reads_loops_groups_and_pairs():
     assert total.wire_bytes == 2 * 64 * 64 * 4 * 7 // 8
 
 
+def test_reads_groups_by_axis_name():
+    text = GPU.replace("[2,4]<=[4,2]T(1,0)", "mesh['replica'=2,'data'=4] {'replica'}")
+    scatter, _ = collectives(parse(text), 8)
+    assert (scatter.group, scatter.groups) == ((0, 4), 4)
+    text = text.replace("{'replica'}", "{'data'}")
+    scatter, _ = collectives(parse(text), 8)
+    assert (scatter.group, scatter.groups) == ((0, 1, 2, 3), 2)
+
+
 def test_runs_through_a_schedule():
     chip = _targets.Chip(1 << 30, flops=2 * 64**3, bandwidth=1e30, link=64 * 64 * 4 * 3 // 4)
     target = _targets.Target("gpu:x:8", "gpu", chip, tuple(range(8)))
@@ -470,37 +479,45 @@ def test_options_of_each_platform():
 
 
 def buckets_apart(target: Any, options: dict[str, Any]) -> tuple[int, int]:
-    """Reductions of buckets, and gathers, in a step of three buckets."""
-    tx = moved(adamw(bucket_mb=0.01), target.mesh({"data": len(target.devices)}))
-    names = [f"w{i}" for i in range(3)]
-    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in names}
-    report = jzero.report(
-        tx,
-        params,
-        target.name,
-        loss=lambda p, b: jnp.mean(jnp.tanh(jnp.tanh(b @ p["w0"]) @ p["w1"]) @ p["w2"]),
-        batch=jax.ShapeDtypeStruct((512, 256), jnp.float32),
-        compiler_options=options,
+    """Instructions that reduce and that gather, in a step of four layers, each a bucket."""
+    mesh, width = target.mesh({"data": len(target.devices)}), 256
+
+    def local(layers, x):
+        def loss(layers):
+            h = x
+            for w in layers:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h.astype(jnp.float32))
+
+        grads = [g.astype(jnp.float32).reshape(-1) for g in reversed(jax.grad(loss)(layers))]
+        shards = [jax.lax.psum_scatter(g, "data", tiled=True) for g in grads]
+        return [jax.lax.all_gather(s.astype(x.dtype), "data", tiled=True) for s in shards]
+
+    def shape(rows, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct((rows, width), jnp.bfloat16, sharding=sharding)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
-    found = [x.collective for x in report.methods[0].timeline.exchanges]
-    large = [c for c in found if c.bytes > 65_536]
-    return (
-        sum(c.kind in ("reduce-scatter", "all-reduce") for c in large),
-        sum(c.kind == "all-gather" for c in large),
-    )
+    arguments = [shape(width, P())] * 4, shape(512 * mesh.size, P("data"))
+    compiled = jax.jit(mapped).lower(*arguments).compile(compiler_options=options or None)
+    found = list(collectives(parse(compiled.as_text()), mesh.size))
+    gathers = sum(c.kind == "all-gather" for c in found)
+    return len(found) - gathers, gathers
 
 
 def test_tpu_keeps_buckets_apart(tpu_topology):
     target = _targets.target_of("tpu:v5e:2x4")
     assert buckets_apart(target, {})[0] == 1
-    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (3, 3)
+    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (4, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
 def test_other_tpus_take_their_options(tpu_topology, chip):
     target = _targets.target_of(f"tpu:{chip}")
-    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (3, 3)
+    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (4, 4)
 
 
 @pytest.mark.slow
@@ -511,4 +528,4 @@ def test_gpu_keeps_buckets_apart():
     options = jzero.compiler_options(None, "gpu", user_buffers=True, double_buffering=True)
     for record in (None, True, False):
         more = jzero.compiler_options(None, "gpu", command_buffers=record)
-        assert buckets_apart(target, {**options, **more}) == (3, 3)
+        assert buckets_apart(target, {**options, **more}) == (4, 4)
