@@ -174,3 +174,75 @@ def test_a_wire_for_each_direction(tpu_topology, wires: tuple[str, str]):
     reduced = [(d, n) for d, sizes in typed(compiled, "all-reduce") for n in sizes if n > 5]
     assert sorted(reduced) == [(short[gradient], row) for row in rows]
     assert {d for d, _ in typed(compiled, "all-gather")} == {short[parameter]}
+
+
+# ---------------------------------------------------------------- one layer ahead
+
+
+def ahead(shards, data):
+    def layer(x, p):
+        return jnp.tanh(x @ p["kernel"] + p["bias"][None]) * p["gain"] + x
+
+    x, y = data
+    x = jnp.tanh(x @ jzero.gather_params(shards["first"])["kernel"])
+    x = jzero.scan_layers(layer, x, shards["layers"])
+    return jnp.mean((x @ jzero.gather_params(shards["last"]) - y) ** 2)
+
+
+def bodies(text: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """Computation → instruction → opcode and the rest of its line."""
+    found, current = {}, {}
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            current = found[line.removeprefix("ENTRY ").split()[0].lstrip("%")] = {}
+        elif m := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)$", line):
+            current[m[1]] = m[2], m[3]
+    return found
+
+
+def opcodes(computations, name: str) -> set[str]:
+    """All opcodes of a computation and of those that it calls."""
+    found: set[str] = set()
+    for op, rest in computations[name].values():
+        found.add(op)
+        for called in re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", rest):
+            found |= opcodes(computations, called)
+    return found
+
+
+def waiting(computations, body: str, start: str, backwards: bool) -> set[str]:
+    """Opcodes in a loop's body that depend on an instruction, or that it depends on."""
+    lines = computations[body]
+    uses = {
+        n: set(re.findall(r"%([\w.\-]+)", rest)) & lines.keys() for n, (_, rest) in lines.items()
+    }
+    seen, pending = set(), [start]
+    while pending:
+        name = pending.pop()
+        near = uses[name] if backwards else {n for n, used in uses.items() if name in used}
+        pending += near - seen
+        seen |= near
+    found: set[str] = set()
+    for name in seen:
+        op, rest = lines[name]
+        found.add(op)
+        for called in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", rest):
+            found |= opcodes(computations, called)
+    return found
+
+
+@pytest.mark.parametrize("loss", [ahead, rematted], ids=["ahead", "in the body"])
+def test_no_layer_waits_for_a_gather_of_its_own_iteration(make_mesh, loss):
+    """Nor does a reduce-scatter wait for it: both stand beside the arithmetic."""
+    compiled, _ = compiled_step(make_mesh(4), loss, bucket_mb=1.0)
+    computations = bodies(compiled.as_text())
+    entry = [line for line in compiled.as_text().splitlines() if line.startswith("ENTRY")]
+    skip = entry[0].split()[1].lstrip("%")
+    found = {"all-gather": [], "reduce-scatter": []}
+    for body, lines in computations.items():
+        for name, (op, _) in lines.items():
+            if op in found and body != skip:
+                beside = waiting(computations, body, name, backwards=op == "reduce-scatter")
+                found[op].append("dot" in beside)
+    waits = loss is rematted
+    assert found == {"all-gather": [waits, waits], "reduce-scatter": [waits]}
