@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from jzero._collectives import all_gather, own_shard, shaped
 from jzero._config import ZeroConfig
 from jzero._layout import Bucket, path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Stacks, leaf_paths, pack, plan_tree, unpack
-from jzero._shards import ParamShards, gather_local, param_specs
+from jzero._shards import ParamShards, bucket_spec, gather_local, param_specs
 
 __all__ = ["gather_params", "shard_params"]
 
@@ -35,7 +37,8 @@ def shard_params(
     ``None`` stay as they are.
 
     Args:
-      params: a pytree of arrays; traced (then replicated) or not.
+      params: a pytree of arrays. Of numpy arrays (memory-mapped ones too) each device is sent its
+        shards alone, so that they need not fit on one; those on devices are replicated first.
       zero: a :class:`ZeroConfig`, or the transformation that will step, which is needed where it
         has labels or a mask, for they shape the buckets too. None: ``ZeroConfig()``.
       stacked: path prefixes such as ``"layers"`` (or ``"decoder/layers"``) of subtrees whose leaves
@@ -63,8 +66,15 @@ def shard_params(
     )
     slotted = plan.layout.by_path.keys() | plan.frozen.by_path.keys()
     leaves = plan.leaves(params)
-    floats = {path: jnp.asarray(x) for path, x in leaves.items() if path in slotted}
     others = tuple(x for path, x in leaves.items() if path not in slotted)
+    on_host = all(isinstance(leaves[path], np.ndarray) for path in slotted)
+    if on_host and isinstance(axes.mesh, jax.sharding.Mesh):
+        buckets, frozen = (
+            tuple(_from_host(leaves, bucket, axes.shard, axes.mesh) for bucket in each.buckets)
+            for each in (plan.layout, plan.frozen)
+        )
+        return ParamShards(buckets, frozen, others, None, plan, config)
+    floats = {path: jnp.asarray(x) for path, x in leaves.items() if path in slotted}
 
     def body(floats: dict[str, Array], others: tuple[Any, ...]) -> ParamShards:
         def cut(buckets: Sequence[Bucket]) -> tuple[Array, ...]:
@@ -142,6 +152,27 @@ def _cut(leaves: dict[str, Array], bucket: Bucket, axes: Axes) -> Array:
         return own_shard(flat, axes)
     shard = jax.vmap(lambda row: own_shard(row, axes))(flat)
     return shard.reshape(bucket.form(shard.size))
+
+
+def _from_host(leaves: dict[str, Any], bucket: Bucket, axis: str, mesh: jax.sharding.Mesh) -> Array:
+    """A bucket, of which each device gets its part from arrays on the host."""
+    shape = bucket.form(bucket.padded)
+
+    def part(index: Any) -> np.ndarray:
+        if bucket.layers:
+            lo, hi, _ = (n * shape[2] for n in index[1].indices(shape[1]))
+        else:
+            lo, hi, _ = index[0].indices(bucket.row)
+        out = np.zeros((bucket.rows, hi - lo), jnp.dtype(bucket.dtype))
+        for slot in bucket.slots:
+            a, b = max(lo, slot.offset), min(hi, slot.offset + slot.size)
+            if a < b:
+                rows = leaves[slot.path].reshape(bucket.rows, -1)
+                out[:, a - lo : b - lo] = rows[:, a - slot.offset : b - slot.offset]
+        return out.reshape(shape[0], -1, shape[2]) if bucket.layers else out[0]
+
+    sharding = NamedSharding(mesh, bucket_spec(bucket, axis))
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
