@@ -71,8 +71,8 @@ class _Watcher:
         message = json.dumps([self.index, f"{self.who(self.index)} {said}: {text[:500]}"])
         try:
             self.client.key_value_set(_FAILURE, message)
-        except Exception:  # someone was first, or there is no one left to tell
-            lost = True
+        except Exception as error:  # someone was first, or there is no one left to tell
+            lost = lost or "ALREADY_EXISTS" in str(error)
         self.status = PEER_FAILED if lost else 1
         self.roll_call(lost)
 

@@ -78,7 +78,7 @@ def initialize(
       coordinator_bind_address: "host:port" at which process 0 listens; None: that port on all
         interfaces.
       meeting: False: leave it all to JAX, for networks where process 0 cannot be reached by a
-        plain TCP connection.
+        plain TCP connection. Then nothing is compared, and failures are left to JAX too.
 
     Raises:
       ValueError: half of a description, by name; a second call with other numbers; a proxy
@@ -144,6 +144,7 @@ def initialize(
         num_processes=job.processes,
         process_id=job.process,
         local_device_ids=job.local_devices,
+        cluster_detection_method="deactivate",  # all that it finds is in `job`
         initialization_timeout=math.ceil(initialization_timeout),
         heartbeat_timeout_seconds=math.ceil(heartbeat_timeout),
         shutdown_timeout_seconds=math.ceil(shutdown_timeout),

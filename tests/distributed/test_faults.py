@@ -71,6 +71,7 @@ def test_a_killed_process_without_a_launcher(tmp_path: Path):
     assert outcome.after < BOUND
 
 
+@pytest.mark.slow
 def test_a_stopped_process_without_a_launcher(tmp_path: Path):
     outcome = scheduled(tmp_path / "out", 2, fault="stop", at=1, steps=3, heartbeat=3)
     assert outcome.statuses[0] == -6, outcome.output  # JAX's

@@ -50,7 +50,8 @@ def test_random_kill_points(tmp_path: Path):
                 # a moment before the process could say so.
                 assert int(first) in (saved, saved + SAVE_EVERY), outcome.output
                 assert int(first) % SAVE_EVERY == 0
-        assert begun == sum(4 - i for i in range(killed + 1)), outcome.output
+        # Of a start that is cut short not all may have come to say so.
+        assert killed < begun <= sum(4 - i for i in range(killed + 1)), outcome.output
         assert jzero.checkpoint.verify(save) == STEPS
         assert len(outcome.seen) == 4 - killed
         for seen in outcome.seen:

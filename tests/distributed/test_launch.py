@@ -8,30 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import LIGHT_COMMAND
 
-import jzero
 from jzero._launch import _variables
 from jzero._watch import PEER_FAILED
 from jzero.cli import main
 
 BOUND = 20  # seconds; each of these takes one or two
 
-# The command without the package's front, which imports jax: the launcher does not need it.
-LIGHT = f"""
-import sys, types
-package = types.ModuleType("jzero")
-package.__path__ = [{str(Path(jzero.__file__).parent)!r}]
-sys.modules["jzero"] = package
-from jzero.cli import main
-status = main(sys.argv[1:])
-assert "jax" not in sys.modules
-sys.exit(status)
-"""
-
 
 def launch(*arguments: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", LIGHT, "launch", *arguments],
+        [sys.executable, "-c", LIGHT_COMMAND, "launch", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jzero
 
@@ -104,6 +105,9 @@ def main(options: Options) -> None:
     if options.ddp:
         check_ddp(me)
     if options.seed_of_process:
+        jzero.distributed.initialize()  # a second time changes nothing
+        with pytest.raises(ValueError, match=f"was started with num_processes={count}"):
+            jzero.distributed.initialize(num_processes=count + 1)
         jax.tree.map(same_bits, jzero.broadcast(odd(me), zero=zero), odd(0))
     state = tx.init(params)
     value_and_grad = jzero.value_and_grad(loss_fn, zero=tx)
