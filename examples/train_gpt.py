@@ -4,6 +4,8 @@
     python examples/train_gpt.py --size small --steps 200 --devices 8
     python examples/train_gpt.py --data ~/notes --precision bfloat16
     jzero launch -n 2 --devices-per-process 4 -- python examples/train_gpt.py
+    python examples/train_gpt.py --checkpoint out/run --stop-at 90 --devices 8
+    python examples/train_gpt.py --checkpoint out/run --devices 4
 
 Without accelerators the devices are simulated on the CPU. Of several processes, each loads its own
 part of every batch, and the first runs optax and writes. Writes loss.png, sample.txt and
@@ -32,6 +34,7 @@ import jzero
 try:
     from _gpt import GPT, SIZES, Size, generate, loss_fn
     from _report import Curve, Progress, print_summary, summarize, write_plot, write_summary
+    from _resume import Resume
     from _text import Text
     from flax import nnx
 except ImportError as error:
@@ -119,14 +122,21 @@ def train(
     batches: np.ndarray,
     sharding: Sharding,
     progress: Progress,
+    resume: Resume | None = None,
+    stop_at: int | None = None,
 ) -> tuple[Any, Any, Curve]:
-    """Run all steps; the curve says what each cost."""
+    """Run all steps, or go on from a checkpoint; the curve says what each cost."""
     steps, batch, window = batches.shape
     device = min(sharding.addressable_devices, key=lambda d: d.id)
     curve = Curve(name, bytes_on(device, params), bytes_on(device, state))
     every = max(1, -(-steps // EVALUATIONS))
+    if resume is not None:
+        params, state = resume.load(params, state, curve)
+        if curve.losses:
+            progress.print(f"{name} goes on after step {len(curve.losses)}")
+    steps = min(steps, stop_at or steps)
     with progress.of(curve, steps) as advance:
-        for i in range(steps):
+        for i in range(len(curve.losses), steps):
             start = time.perf_counter()
             placed = own_part(batches[i], sharding)
             params, state, loss, norm = step(params, state, placed)
@@ -136,6 +146,8 @@ def train(
             curve.seconds.append(time.perf_counter() - start)
             if (i + 1) % every == 0 or i + 1 == steps:
                 curve.held_out[i + 1] = float(evaluate(params))
+            if resume is not None:
+                resume.save(params, state, curve, last=i + 1 == steps)
             advance(batch * (window - 1))
     return params, state, curve
 
@@ -203,6 +215,8 @@ def run(options: argparse.Namespace) -> Result:
         batches,
         rows,
         progress,
+        Resume(options.checkpoint, max(1, -(-steps // (2 * EVALUATIONS)))),
+        options.stop_at,
     )
 
     theirs = None
@@ -215,7 +229,14 @@ def run(options: argparse.Namespace) -> Result:
         # Compiled, and placed: else its scalars have no device, and later steps compile anew.
         start_state = jax.jit(tx.init, out_shardings=alone)(master)
         _, _, theirs = train(
-            "optax, 1 device", step, evaluate, master, start_state, batches, alone, progress
+            "optax, 1 device",
+            step,
+            evaluate,
+            master,
+            start_state,
+            batches[: len(ours.losses)],
+            alone,
+            progress,
         )
         if dtype != jnp.float32:  # the master copy is optimizer state; the model has its own
             theirs.state_bytes += theirs.param_bytes
@@ -261,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     add("--precision", choices=sorted(DTYPES), default="float32", help="dtype of the parameters")
     add("--seed", type=int, default=0, help="of initialisation, batches and sample")
     add("--data", help="folder whose text files to train on; None: Python's standard library")
+    add("--checkpoint", metavar="DIR", help="save there, and go on from what is there")
+    add("--stop-at", type=positive, metavar="STEP", help="end after so many of the steps")
     add("--out", default="out/train_gpt", help="folder for what is written")
     add(
         "--reference",

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
-import os
 import secrets
-import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._ckpt_commit import (
+    agree,
+    await_manifest,
+    await_mark,
+    created,
+    mark,
+    mark_failed,
+    remove_leftovers,
+    say_counted,
+)
 from jzero._ckpt_format import (
     ArrayEntry,
     CheckpointError,
@@ -26,7 +32,6 @@ from jzero._ckpt_format import (
     Manifest,
     NodeEntry,
     Piece,
-    StreamEntry,
     sync_folder,
     write_manifest,
 )
@@ -39,9 +44,6 @@ __all__ = ["Saving", "start_save"]
 
 Part = Callable[[], np.ndarray]
 """Some bytes of the own stream, fetched when they are due."""
-
-_POLL = 0.02
-_COUNTED = "counted"
 
 
 class Saving:
@@ -110,7 +112,7 @@ def start_save(path: Path, view: View, step: int, background: bool, timeout: flo
     """Plan, copy what must be copied, and write: all processes call it alike."""
     tensorstore()
     plan = _Plan(view)
-    nonce = _agree(secrets.token_hex(8))
+    nonce = agree(secrets.token_hex(8))
     data = f"data-{nonce}"
     own, count = jax.process_index(), jax.process_count()
     largest = max(
@@ -135,20 +137,20 @@ def start_save(path: Path, view: View, step: int, background: bool, timeout: flo
             path.mkdir(parents=True, exist_ok=True)
             folder.mkdir(exist_ok=True)
             entry = write_stream(folder / f"{own:05d}", streams[own], parts, ledger)
-            _mark(folder, own, entry)
+            mark(folder, own, entry)
             if own == 0:
-                written = [_await_mark(folder, k, timeout) for k in range(count)]
+                written = [await_mark(folder, k, timeout) for k in range(count)]
                 sync_folder(folder)
                 manifest = Manifest(
-                    step, data, tuple(written), plan.nodes, plan.leaves, _created(count)
+                    step, data, tuple(written), plan.nodes, plan.leaves, created(count)
                 )
                 write_manifest(path, manifest)
-                (folder / _COUNTED).touch()
-                _remove_leftovers(path, data)
+                say_counted(folder)
+                remove_leftovers(path, data)
             else:
-                _await_manifest(folder, timeout)
+                await_manifest(folder, timeout)
         except BaseException as error:
-            _mark_failed(folder, own, error)
+            mark_failed(folder, own, error)
             if isinstance(error, (OSError, ValueError)) and not isinstance(error, CheckpointError):
                 raise CheckpointError(f"{path} could not be saved: {error}") from error
             raise
@@ -353,89 +355,3 @@ def whole(leaf: Any) -> np.ndarray:
         f"a parameter of shape {leaf.shape} is sharded as {leaf.sharding} over processes; jzero "
         "trains parameters that every process has whole"
     )
-
-
-# ---------------------------------------------------------------- agreeing and committing
-
-
-def _agree(nonce: str) -> str:
-    """Process 0's nonce, on every process."""
-    if jax.process_count() == 1:
-        return nonce
-    from jax.experimental import multihost_utils
-
-    raw = np.frombuffer(bytes.fromhex(nonce), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(raw), np.uint8)).hex()
-
-
-def _created(processes: int) -> dict[str, Any]:
-    import importlib.metadata
-
-    return {
-        "jzero": importlib.metadata.version("jzero"),
-        "jax": jax.__version__,
-        "processes": processes,
-        "devices": jax.device_count(),
-    }
-
-
-def _mark(folder: Path, process: int, entry: StreamEntry) -> None:
-    """Say that a stream is on disk, in one rename."""
-    temporary = folder / f".{process:05d}"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump([entry.bytes, entry.file, entry.block, list(entry.crc32)], file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / f"{process:05d}.done")
-
-
-def _mark_failed(folder: Path, process: int, error: BaseException) -> None:
-    """Tell the other processes; they wait otherwise."""
-    with contextlib.suppress(OSError):
-        (folder / f"{process:05d}.failed").write_text(str(error), encoding="utf-8")
-
-
-def _await(found: Callable[[], Any], folder: Path, timeout: float, what: str) -> Any:
-    end = time.monotonic() + timeout
-    while (value := found()) is None:
-        for failed in sorted(folder.glob("*.failed")):
-            raise CheckpointError(
-                f"{folder.parent} could not be saved: process {failed.stem} failed: "
-                f"{failed.read_text(encoding='utf-8')}"
-            )
-        if time.monotonic() > end:
-            raise CheckpointError(
-                f"{folder.parent} could not be saved: {what} did not come within {timeout:g} s. "
-                "Do all processes see this folder?"
-            )
-        time.sleep(_POLL)
-    return value
-
-
-def _await_mark(folder: Path, process: int, timeout: float) -> StreamEntry:
-    def found() -> StreamEntry | None:
-        try:
-            text = (folder / f"{process:05d}.done").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        size, file, block, crc32 = json.loads(text)
-        return StreamEntry(size, file, block, tuple(crc32))
-
-    return _await(found, folder, timeout, f"the data of process {process}")
-
-
-def _await_manifest(folder: Path, timeout: float) -> None:
-    def found() -> bool | None:
-        # Gone: a later save has counted since, and removed it.
-        return True if (folder / _COUNTED).exists() or not folder.exists() else None
-
-    _await(found, folder, timeout, "the manifest of process 0")
-
-
-def _remove_leftovers(path: Path, data: str) -> None:
-    """What earlier saves left, whole or not: the manifest has counted this one."""
-    for other in path.glob("data-*"):
-        if other.name != data:
-            shutil.rmtree(other, ignore_errors=True)
-    for other in path.glob(".manifest.json-*"):
-        other.unlink(missing_ok=True)

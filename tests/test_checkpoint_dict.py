@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_bits, config_for, model, replicated
+from support import assert_bits, config_for, host, model, replicated
 
 import jzero
 from jzero import checkpoint
@@ -366,3 +366,73 @@ def test_says_what_a_torch_state_lacks(change: dict[str, Any], error: str):
             change.get("names", {0: "a", 1: "b"}),
             change.get("model", model_dict),
         )
+
+
+# ---------------------------------------------------------------- Apex' checkpoint tests
+
+APEX = {
+    "plain": ("float32", {}, {}),
+    "bf16": ("bfloat16", {"master": "remainder"}, {"master": "remainder"}),
+    "scaled": (
+        "bfloat16",
+        {"state": "float16", "scaled": True},
+        {"state": "float16", "scaled": True},
+    ),
+    "across": ("bfloat16", {"master": "remainder"}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [
+        ("plain", 4, 4),
+        ("plain", 1, 4),
+        ("plain", 3, 8),
+        ("bf16", 4, 1),
+        ("scaled", 4, 1),
+        ("across", 4, 1),
+    ],
+)
+def test_apex_checkpoint(make_mesh: Any, tmp_path: Path, name: str, saved: int, loaded: int):
+    """parity.md, test_checkpoint*: two parameters of two, other buckets and other initial values
+    on the loading side, sums of gradients; after loading both train on alike."""
+    dtype, *policies = APEX[name]
+    sides: list[Any] = []
+    for seed, devices, policy in ((1234, saved, policies[0]), (1235, loaded, policies[1])):
+        mesh = make_mesh(devices)
+        precision = jzero.Precision(**policy)
+        zero = jzero.ZeroConfig(
+            mesh=mesh, average=False, bucket_mb=2**-20 * (1 + seed % 2 * 99), precision=precision
+        )
+        tx = jzero.adamw(0.1, b1=0.1, b2=0.2, eps=0.25, weight_decay=0.1, zero=zero)
+        rng = np.random.default_rng(seed)
+        drawn = {str(i): jnp.asarray(rng.uniform(1, 2, (1, 2)), dtype) for i in range(2)}
+        params = replicated(drawn, mesh)
+        sides.append([mesh, tx, params, tx.init(params)])
+    data = np.random.default_rng(1236)
+
+    def train(side: Any, grads: Any) -> None:
+        mesh, tx, params, state = side
+        placed = replicated({k: jnp.asarray(g, dtype) for k, g in grads.items()}, mesh)
+        side[2:] = tx.step(placed, state, params)
+
+    def draw() -> Any:
+        return {str(i): data.integers(-8, 8, (1, 2)) / 8 for i in range(2)}
+
+    for _ in range(3):
+        train(sides[0], draw())
+    assert all((host(sides[0][2][k]) != host(sides[1][2][k])).all() for k in "01")
+    checkpoint.save(tmp_path, sides[0][3], sides[0][2])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        (sides[1][3], sides[1][2]),
+    )
+    state, params = checkpoint.restore(tmp_path, like)
+    sides[1][2:] = params, state
+    assert_bits(params, sides[0][2])
+    for _ in range(3):
+        grads = draw()
+        for side in sides:
+            train(side, grads)
+        assert_bits(sides[1][2], sides[0][2])
+    assert int(sides[1][3].step) == 6

@@ -84,7 +84,8 @@ def test_lazy_sync_equals_optax_on_one_device(load: Load, text: Path):
 
 def train(load: Load, text: Path, out: Path, **options: Any) -> Any:
     flags = {"size": "tiny", "steps": 10, "data": text, "out": out, **options}
-    return load("train_gpt").main([f"--{key}={value}" for key, value in flags.items()])
+    given = [f"--{key}" if value is None else f"--{key}={value}" for key, value in flags.items()]
+    return load("train_gpt").main(given)
 
 
 def test_gpt_equals_optax_and_reports_what_is_allocated(
@@ -136,6 +137,21 @@ def test_gpt_in_bfloat16_on_two_devices(load: Load, text: Path, tmp_path: Path):
     np.testing.assert_allclose(result.ours.losses[0], result.theirs.losses[0], rtol=2e-3)
     # mu, nu and the float32 master, halved.
     assert result.summary["state_ratio"] == pytest.approx(2, rel=0.1)
+
+
+def test_a_run_goes_on_where_it_stopped_on_fewer_devices(
+    load: Load, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = {"steps": 6, "checkpoint": tmp_path / "run", "no-reference": None}
+    first = train(load, text, tmp_path, **options, **{"stop-at": 3})
+    assert first.summary["steps"] == len(first.ours.losses) == 3
+    result = train(load, text, tmp_path, **options, devices=2)
+    assert "jzero, 2 devices goes on after step 3" in capsys.readouterr().out
+    assert result.summary["steps"] == int(result.state.step) == 6
+    assert result.ours.losses[:3] == first.ours.losses
+    whole = train(load, text, tmp_path, **{**options, "checkpoint": tmp_path / "other"})
+    # Sums over other numbers of devices round otherwise, and no more.
+    np.testing.assert_allclose(result.ours.losses, whole.ours.losses, rtol=2e-6)
 
 
 def test_a_run_without_reference_reports_itself(load: Load, tmp_path: Path):

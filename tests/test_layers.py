@@ -20,6 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_errors",
         "_paths",
         "_mesh",
+        "_ckpt_commit",
         "_ckpt_format",
         "_ckpt_place",
         "_ckpt_ranges",
