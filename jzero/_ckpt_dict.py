@@ -300,6 +300,13 @@ class _Arrays:
         """What ``StreamReader.read`` does."""
         return lambda: self.streams[stream][offset : offset + count]
 
+    def read_into(
+        self, into: np.ndarray, stream: int, offset: int, what: str
+    ) -> Callable[[], np.ndarray]:
+        """What ``StreamReader.read_into`` does."""
+        into[:] = self.streams[stream][offset : offset + into.size]
+        return lambda: into
+
     def _stream(self, array: np.ndarray) -> int:
         self.streams.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         return len(self.streams) - 1

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jzero._ckpt_format import CheckpointError
 
-__all__ = ["Box", "Target", "mesh_of", "odd_zeros", "target_of", "unadoptable"]
+__all__ = ["Box", "Target", "mesh_of", "odd_empty", "odd_zeros", "target_of", "unadoptable"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,15 @@ def unadoptable(values: np.ndarray) -> np.ndarray:
 
 def odd_zeros(size: int, dtype: Any) -> np.ndarray:
     """(size,) zeros at an address that JAX will not adopt."""
+    values = odd_empty(size, dtype)
+    values.view(np.uint8)[:] = 0
+    return values
+
+
+def odd_empty(size: int, dtype: Any) -> np.ndarray:
+    """(size,) of whatever at an address that JAX will not adopt."""
     dtype = np.dtype(dtype)
-    raw = np.zeros(size * dtype.itemsize + 32, np.uint8)
+    raw = np.empty(size * dtype.itemsize + 32, np.uint8)
     start = -raw.ctypes.data % 16 + min(dtype.itemsize, 8)
     return raw[start : start + size * dtype.itemsize].view(dtype)
 

@@ -175,9 +175,12 @@ class _Reading:
         scales = self._scales(file, bucket, quantity, node.form(quantity, bucket.number), lo, hi)
 
         def result() -> Stored:
-            out = odd_zeros(hi - lo, dtype)
-            for at, size, read in reads:
-                out[at : at + size] = read()
+            if len(reads) == 1 and reads[0][1] == hi - lo:
+                out = reads[0][2]()
+            else:
+                out = odd_zeros(hi - lo, dtype)
+                for at, size, read in reads:
+                    out[at : at + size] = read()
             return Stored(out, None if scales is None else scales())
 
         return result

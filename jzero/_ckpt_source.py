@@ -21,6 +21,7 @@ from jzero._ckpt_format import (
     NodeEntry,
     read_manifest,
 )
+from jzero._ckpt_place import odd_empty
 from jzero._ckpt_ranges import between, locate
 from jzero._ckpt_stream import StreamReader
 from jzero._layout import Bucket, Layout
@@ -120,23 +121,27 @@ class Source:
         dtype = jnp.dtype(entry.dtype)
         size = dtype.itemsize
         at = max(0, bisect.bisect_right(entry.pieces, lo, key=lambda p: p.start) - 1)
-        reads: list[Callable[[], np.ndarray]] = []
+        reads: list[Callable[[], object]] = []
+        out = odd_empty(max(hi - lo, 0), dtype)
+        into = out.view(np.uint8)
         have = lo
         for piece in entry.pieces[at:]:
             a, b = max(have, piece.start), min(hi, piece.start + piece.count)
             if a != have or a >= b:
                 break
             offset = piece.offset + (a - piece.start) * size
-            reads.append(self.streams.read(piece.stream, offset, (b - a) * size, what))
+            window = into[(a - lo) * size : (b - lo) * size]
+            reads.append(self.streams.read_into(window, piece.stream, offset, what))
             have = b
         if have < hi:
             raise CheckpointError(f"{self.label} lists {what!r} only up to element {have}")
 
         def result() -> np.ndarray:
-            parts = [read() for read in reads]
-            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
+            for read in reads:
+                read()
+            return out
 
-        return result if reads else lambda: np.empty(0, dtype)
+        return result
 
     def leaf(
         self, name: str, start: tuple[int, ...], stop: tuple[int, ...]

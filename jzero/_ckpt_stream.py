@@ -167,25 +167,33 @@ class StreamReader:
         return self._data / f"{stream:05d}"
 
     def read(self, stream: int, offset: int, count: int, what: str) -> Callable[[], np.ndarray]:
-        """Start to read; the result is called for the (count,) bytes.
+        """Start to read; the result is called for the (count,) bytes. Raises: as
+        :meth:`read_into`."""
+        return self.read_into(np.empty(count, np.uint8), stream, offset, what)
+
+    def read_into(
+        self, into: np.ndarray, stream: int, offset: int, what: str
+    ) -> Callable[[], np.ndarray]:
+        """Start to fill ``into``; the result is called for it.
 
         Raises:
           CheckpointError: (when called) bytes that are missing, cut short or altered, naming
             ``what`` and the file.
         """
-        if not count:
-            return lambda: np.empty(0, np.uint8)
+        if not into.size:
+            return lambda: into
         try:
-            array = self._array(stream)
-            future = array[offset : offset + count].read()
+            source = self._array(stream)[offset : offset + into.size]
+            future = tensorstore().array(into).write(source)
         except (ValueError, OSError) as error:
             raise self._error(stream, what, error) from error
 
         def result() -> np.ndarray:
             try:
-                return future.result()
+                future.result()
             except (ValueError, OSError) as error:
                 raise self._error(stream, what, error) from error
+            return into
 
         return result
 
