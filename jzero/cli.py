@@ -15,11 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: arguments after the program's name; None: the process's.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_launch(commands)
-    _add_report(commands)
-    options = parser.parse_args(argv)
+    _add_report(commands, chosen=words[:1] == ["report"])
+    options = parser.parse_args(words)
     return options.run(options)
 
 
@@ -78,9 +79,9 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     )
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from jzero import _report_cli
-
+def _add_report(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], chosen: bool
+) -> None:
     parser = commands.add_parser(
         "report",
         help="tell what a training step takes on a machine, from compiling alone",
@@ -90,6 +91,10 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             "Your own model: jzero.report in Python."
         ),
     )
+    if not chosen:  # its arguments know the ready models, and those JAX, which launch is without
+        return
+    from jzero import _report_cli
+
     _report_cli.add_arguments(parser)
     parser.set_defaults(run=_report_cli.run)
 
