@@ -76,7 +76,8 @@ def jzero_shard_map(size: _models.Size, mesh: Mesh) -> Program:
 
 def lazy(size: _models.Size, mesh: Mesh) -> Program:
     """Plain jit: the state holds shards of the parameters, the loss gathers them."""
-    tx = _jzero(size, mesh, param_sync="lazy")
+    # Twice the bucket: a layer of the large model is then one bucket, at the least peak.
+    tx = _jzero(size, mesh, param_sync="lazy", bucket_mb=2 * size.bucket_mb + 4)
 
     def loss_fn(shards: Any, tokens: Array) -> Array:
         return _models.loss_fn(size, shards, tokens, jzero.gather_params)
@@ -147,9 +148,8 @@ METHODS: dict[str, Callable[[_models.Size, Mesh], Program]] = {
 def _jzero(size: _models.Size, mesh: Mesh, **options: Any) -> Any:
     # Gradients travel in the dtype of the parameters, as XLA sends those of the annotated program.
     precision = jzero.Precision(grad_sync=size.dtype)
-    zero = jzero.ZeroConfig(
-        axis=AXIS, mesh=mesh, bucket_mb=size.bucket_mb, precision=precision, **options
-    )
+    chosen = {"bucket_mb": size.bucket_mb, "precision": precision, **options}
+    zero = jzero.ZeroConfig(axis=AXIS, mesh=mesh, **chosen)
     return jzero.adamw(**ADAMW, zero=zero)
 
 

@@ -278,7 +278,8 @@ def test_accumulated_into_shards(make_mesh):
     )
     _, whole = jzero.value_and_grad(lazy_loss, zero=tx)(shards, split(BATCHES[0], mesh))
     for a, b in zip(grads.buckets, whole.buckets, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        # Sums of float32 in another order: what cancels is off by the rounding of its terms.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * float(jnp.abs(b).max()))
     # A reduce-scatter a bucket in the loop over micro-batches, none after it.
     assert "reduce-scatter" not in compiled.as_text().split("\nENTRY ")[1]
     with pytest.raises(ValueError, match="sync='every'"):

@@ -1,7 +1,8 @@
 """Adam on TPU: a Mosaic kernel through ``pl.pallas_call``.
 
 The grid runs over blocks of the shard; Pallas streams them from HBM through VMEM, double-buffered,
-so each byte is read once and written once. p, m and v are aliased to their results.
+so each byte is read once and written once. p, m and v are aliased to their results, and so is the
+parameter that is used (``visible``) to ``out`` of its dtype.
 
 A flat array of a multiple of 1,024 elements is seen as ``(n / 128, 128)``: XLA tiles the one by
 1,024 and the other by (8, 128), the same order of bytes, so the reshape is free. (As ``(n / 1024,
@@ -238,6 +239,11 @@ def adam_update(
     # uses it sees the same kernel without the aliases.
     simulated = isinstance(interpret, pltpu.InterpretParams)
     aliases = {} if simulated else forms.aliases(p, m, v, first=len(scalar_operands))
+    seen = next((i for i, x in enumerate(arrays_in) if x is getattr(p, "visible", None)), None)
+    if seen is not None and aliases and arrays_in[seen].dtype == out_dtype:
+        # The old parameter gives way to the new one. Where its memory is donated for that (lazy
+        # sync), XLA would otherwise copy it first, long before it is due, and keep the copy.
+        aliases[len(scalar_operands) + seen] = len(arrays_out) - 1
     results = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(n, block),),
