@@ -25,6 +25,10 @@ DOWN = 2.0**-64
 # sum of equal terms stops growing at 2^24 terms.
 _ROW = 256
 
+# On CPU: elements whose terms are folded onto each other at a time, and the parts of each fold.
+_CHUNK = 2**14
+_PARTS = 16
+
 _Terms = tuple[jax.Array, ...]
 
 
@@ -73,16 +77,43 @@ def _sum_in_levels(terms: _Terms) -> jax.Array:
     return jnp.concatenate(terms)
 
 
+def _sum_in_chunks(g: jax.Array) -> jax.Array:
+    """The four sums on CPU, where XLA adds the elements of a reduction one after another, a few
+    cycles each. Sums of whole arrays it makes with vector instructions, so a chunk is folded onto
+    a part of it, twice, before what is left is reduced."""
+    chunks, rest = divmod(g.size, _CHUNK)
+    # Slices of 16-bit numbers XLA takes from a float32 copy; an offset must fit into an int32.
+    if not chunks or g.dtype.itemsize < 4 or g.size >= 2**31:
+        return _sum_in_levels(stat_terms(g))
+
+    def fold(terms: _Terms) -> _Terms:
+        part = terms[0].size // _PARTS
+        parts = [tuple(t[i * part :][:part] for t in terms) for i in range(_PARTS)]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [tuple(x + y for x, y in zip(a, b, strict=True)) for a, b in pairs]
+        return parts[0]
+
+    def one(_: None, i: jax.Array) -> tuple[None, _Terms]:
+        return None, fold(fold(stat_terms(lax.dynamic_slice_in_dim(g, i * _CHUNK, _CHUNK))))
+
+    _, folded = lax.scan(one, None, jnp.arange(chunks, dtype=jnp.int32))
+    levels = [tuple(t.reshape(-1) for t in folded)]
+    if rest:
+        levels.append(stat_terms(g[g.size - rest :]))
+    return _sum_in_levels(tuple(jnp.concatenate(parts) for parts in zip(*levels, strict=True)))
+
+
 def grad_stats(g: jax.Array) -> jax.Array:
     """Reference of :func:`jzero_kernels.adam.grad_stats`, for n >= 1.
 
     XLA fuses four sums over one operand into one pass on TPU and GPU, where a sum is also spread
     over thousands of lanes. Its CPU backend does neither (40 bytes an element, and four
-    temporaries of g's length): there they are reductions over a tuple, in levels.
+    temporaries of g's length): there they are sums of vectors, in levels.
     """
     return lax.platform_dependent(
         g,
-        cpu=lambda x: _sum_in_levels(stat_terms(x)),
+        cpu=_sum_in_chunks,
         default=lambda x: jnp.stack([term.sum() for term in stat_terms(x)]),
     )
 
