@@ -237,7 +237,7 @@ class Report:
             found = self.largest_batch
             limit = found["smallest_that_does_not_fit"]
             notes.append(
-                f"Largest batch found to fit: {found['sequences_per_device']} a device"
+                f"Largest batch found to fit: {found['rows_per_device']} rows a device"
                 + (f" ({limit} does not)" if limit else "")
             )
         for m in self.methods:

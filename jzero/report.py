@@ -84,6 +84,8 @@ def report(
     is_tx = isinstance(fn_or_tx, ZeroTransformation)
     _check(fn_or_tx, is_tx, loss, batch, compare, largest_batch)
     target = target_of(topology)
+    if largest_batch and not target.chip.memory:
+        raise ValueError(f"largest_batch={largest_batch}: what fits on {topology} is not known")
     config = fn_or_tx.config if is_tx else None
     mesh = target.mesh(mesh_axes(config, len(target.devices), mesh_shape))
     options = dict(compiler_options or {})
@@ -108,6 +110,7 @@ def report(
                 batch,
                 mesh.size,
                 methods[0],
+                target.chip.memory,
                 largest_batch,
             )
     return Report(
@@ -208,44 +211,53 @@ def _used(message: str) -> int | None:
 
 
 def _largest(
-    measure: Callable[[Any], Method], batch: Any, devices: int, known: Method, compilations: int
+    measure: Callable[[Any], Method],
+    batch: Any,
+    devices: int,
+    known: Method,
+    capacity: int,
+    compilations: int,
 ) -> dict[str, Any]:
-    """A line through two peaks, then a check of what it says; sequences a device."""
-    shape = [x.shape[0] for x in jax.tree.leaves(batch) if x.ndim]
-    unit = shape[0] // devices
+    """The largest batch found to fit, in rows a device."""
+    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
+    unit = max(1, rows // devices)
 
     def scaled(each: int) -> Any:
         def one(x: Any) -> Any:
             if not x.ndim:
                 return x
-            rows = x.shape[0] * each // unit
-            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+            return jax.ShapeDtypeStruct((x.shape[0] // unit * each, *x.shape[1:]), x.dtype)
 
         return jax.tree.map(one, batch)
 
     tried: dict[int, tuple[int, bool]] = {unit: (known.memory.peak, bool(known.fits))}
     for _ in range(compilations):
-        guess = _guess(tried, known)
-        if guess is None or guess in tried:
+        guess = _guess(tried, capacity)
+        if guess is None:
             break
         method = measure(scaled(guess))
         tried[guess] = (method.memory.peak, bool(method.fits))
-    fitting = [each for each, (_, fits) in tried.items() if fits]
-    too_large = [each for each, (_, fits) in tried.items() if not fits]
     return {
-        "sequences_per_device": max(fitting, default=0),
-        "smallest_that_does_not_fit": min(too_large, default=None),
+        "rows_per_device": max((n for n, (_, fits) in tried.items() if fits), default=0),
+        "smallest_that_does_not_fit": min(
+            (n for n, (_, fits) in tried.items() if not fits), default=None
+        ),
         "peaks": {each: peak for each, (peak, _) in sorted(tried.items())},
     }
 
 
-def _guess(tried: dict[int, tuple[int, bool]], known: Method) -> int | None:
+def _guess(tried: dict[int, tuple[int, bool]], capacity: int) -> int | None:
+    """What to try next: where a line through the last two peaks meets the capacity, kept between
+    what fits and what does not; None where nothing lies between."""
     fitting = max((n for n, (_, fits) in tried.items() if fits), default=0)
     failing = min((n for n, (_, fits) in tried.items() if not fits), default=None)
-    if len(tried) == 1:
-        return fitting * 2 if fitting else max(1, (failing or 1) // 2)
-    if failing is None or fitting == 0:
-        return fitting * 2 if fitting else (max(1, (failing or 1) // 2))
-    if failing - fitting <= max(1, fitting // 8):
+    if failing is not None and failing - fitting <= 1:
         return None
-    return (fitting + failing) // 2
+    if len(tried) == 1:
+        return fitting * 2 if fitting else max(1, (failing or 2) // 2)
+    (n, low), (m, high) = [(n, tried[n][0]) for n in sorted(tried)][-2:]
+    slope = (high - low) / (m - n)
+    guess = m + int((capacity - high) // slope) if slope > 0 else 4 * m
+    if failing is None:
+        return max(guess, fitting + 1)
+    return min(max(guess, fitting + 1), failing - 1)

@@ -1,5 +1,7 @@
 """jzero.report and jzero.compiler_options: what compiled programs hold, told from their text."""
 
+import dataclasses
+import importlib
 import io
 import json
 from typing import Any
@@ -21,6 +23,7 @@ from jzero._report_programs import moved
 from jzero._roofline import simulate
 
 P = jax.P
+report_module: Any = importlib.import_module("jzero.report")  # jzero.report is the function
 LAYERS, WIDTH, ROWS = 3, 64, 16
 SHAPES = {
     "layers": jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
@@ -193,6 +196,28 @@ def test_the_users_step(eager):
     assert by_kind(mine)["reduce-scatter"].bytes == by_kind(ours)["reduce-scatter"].bytes
     assert mine.memory.state == ours.memory.state
     assert mine.timeline.flops == ours.timeline.flops
+
+
+@pytest.mark.parametrize("largest", [1, 7, 100])
+@pytest.mark.parametrize("bend", [0, 30])
+def test_finds_the_largest_batch(largest, bend):
+    """Peaks of 10 a row, on a line or (bend) above it from 50 rows on."""
+
+    def method(rows: int) -> Any:
+        peak = 1000 + 10 * rows + (bend if rows > 50 else 0)
+        memory = report_module.Memory(peak, 0, 0, 0, 0, 0)
+        return report_module.Method("", memory, peak <= capacity, None, (), 0.0)
+
+    capacity = 1000 + 10 * largest + 5 + (bend if largest > 50 else 0)
+    search = report_module._largest
+    batch = {"x": jax.ShapeDtypeStruct((8 * 4, 3), jnp.float32), "scale": jnp.float32(1)}
+    found = search(
+        lambda b: method(b["x"].shape[0] // 8), batch, 8, method(4), capacity, compilations=8
+    )
+    assert found["rows_per_device"] == largest
+    assert found["smallest_that_does_not_fit"] == largest + 1
+    with pytest.raises(ValueError, match="is not known"):
+        jzero.report(adamw(), SHAPES, "cpu:8", loss=loss, batch=BATCH, largest_batch=3)
 
 
 # ---------------------------------------------------------------- reading schedules
@@ -518,6 +543,29 @@ def test_tpu_keeps_buckets_apart(tpu_topology):
 def test_other_tpus_take_their_options(tpu_topology, chip):
     target = _targets.target_of(f"tpu:{chip}")
     assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (4, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["eager", "lazy"])
+def test_gpu_overlaps_what_it_sends(sync):
+    """Of a scanned model's bytes at least 90 % have computation between start and end."""
+    pytest.importorskip("jax_cuda13_plugin", reason="compiling for GPU needs jzero[cuda]")
+    model = dataclasses.replace(MODELS["llama-1b"], layers=8, vocab=32_000, length=1024)
+    zero = jzero.ZeroConfig(param_sync=sync, precision=jzero.Precision(grad_sync=jnp.bfloat16))
+    gather = jzero.gather_params if sync == "lazy" else lambda x: x
+    report = jzero.report(
+        jzero.adamw(1e-3, zero=zero),
+        model.shapes(),
+        "gpu:h200:8",
+        loss=lambda p, b: model.loss(p, b, gather),
+        batch=model.batch_shape(8 * 4),
+        stacked="layers" if sync == "lazy" else None,
+        compiler_options=jzero.compiler_options(zero, "gpu"),
+    )
+    wire = by_kind(report.methods[0])
+    assert wire["reduce-scatter"].overlapped >= 0.9
+    assert wire["all-gather"].overlapped >= 0.9
+    assert (wire["reduce-scatter"].in_loops > 0.5) == (sync == "lazy")
 
 
 @pytest.mark.slow
