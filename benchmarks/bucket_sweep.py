@@ -1,4 +1,4 @@
-"""What the bucket size changes, by `jzero.report`: memory, number of collectives, exposed wire time.
+"""What the bucket size changes, by `jzero.report`: memory, number of collectives, exposed time.
 
     python benchmarks/bucket_sweep.py --topology gpu:h200:8 --mb 8 25 50 100 200
     python benchmarks/bucket_sweep.py --topology tpu:v5e:4x4 --model gpt-534m --sync eager
@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     p.add_argument("--model", choices=_models.SIZES, default="gpt-534m")
     p.add_argument("--sync", choices=("lazy", "eager"), default="lazy")
     p.add_argument("--mb", type=float, nargs="+", default=[8, 25, 50, 100, 200])
-    p.add_argument(
-        "--out", type=Path, help="the JSON file (benchmarks/results/bucket-sweep-*.json)"
-    )
+    p.add_argument("--out", type=Path, help="the JSON file (results/bucket-sweep-*.json)")
     args = p.parse_args(argv)
     size, lazy = _models.SIZES[args.model], args.sync == "lazy"
     devices = _devices(args.topology)
