@@ -152,6 +152,14 @@ def _tpu_devices(topology: str, name: str) -> tuple[Any, ...]:
         raise ModuleNotFoundError(
             f"compiling for {topology!r} needs libtpu, TPU's compiler: pip install 'jzero[tpu]'"
         )
+    chip, _, shape = name.partition(":")
+    sides = [int(side) for side in shape.split("x") if side.isdigit()]
+    if CHIPS[chip].torus == 2 and max(sides, default=0) > CHIPS[chip].wraps:
+        # The compiler describes such a slice, and aborts the process when it compiles for it.
+        raise ValueError(
+            f"topology={topology!r}: a slice of {chip} has at most 16x16 chips; more of them are "
+            "several slices, which jzero.report does not know"
+        )
     # Compiling looks for no TPU, and another process may do so at the same time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -368,6 +368,13 @@ def test_unknown_topologies_are_refused(topology):
         jzero.report(adamw(), SHAPES, topology)
 
 
+def test_slices_that_tpus_do_not_have_are_refused(tpu_topology):
+    with pytest.raises(ValueError, match="at most 16x16"):
+        jzero.report(adamw(), SHAPES, "tpu:v5e:16x32")
+    with pytest.raises(ValueError, match=r"does not know the slice 'v5p:7x7'"):
+        jzero.report(adamw(), SHAPES, "tpu:v5p:7x7")
+
+
 def test_says_what_to_install(monkeypatch):
     monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"libtpu.*pip install 'jzero\[tpu\]'"):
