@@ -106,11 +106,13 @@ def dropped(model: Any, x: jax.Array, key: jax.Array) -> Any:
 def test_devices_draw_differently_and_again_the_same(make_mesh):
     mesh, x = make_mesh(8), jnp.ones((8, 64))
 
+    ddp = wrap(mesh, Drop())
+    fn = ddp.value_and_grad(dropped, has_aux=True)
+
     def run(seed: int, steps: int = 2) -> list[Any]:
-        ddp = wrap(mesh, Drop(seed))
+        nnx.update(ddp, nnx.as_pure(nnx.state(Drop(seed))))
         results = []
         for step in range(steps):
-            fn = ddp.value_and_grad(dropped, has_aux=True)
             (_, aux), _ = fn(ddp, x, jax.random.key(step))
             results.append(jax.tree.map(np.asarray, aux))
             assert int(ddp.module.drop.rngs.count[...]) == 2 * (step + 1)

@@ -224,8 +224,11 @@ def test_a_loop_of_micro_batches_communicates_after_it(make_mesh):
         np.testing.assert_array_equal(x, sum(p[path] for p in parts), err_msg=path)
 
 
-@pytest.mark.parametrize("static_graph", [False, True], ids=["", "static_graph"])
-@pytest.mark.parametrize("find_unused", [False, True], ids=["", "find_unused"])
+@pytest.mark.parametrize(
+    ("find_unused", "static_graph"),
+    [(False, True), (True, False), (True, True)],
+    ids=["static_graph", "find_unused", "both"],
+)
 def test_a_parameter_used_only_under_no_sync_is_reduced(make_mesh, find_unused, static_graph):
     """Micro-batch 1 uses a, micro-batch 2, which synchronises, uses b; twice, as layouts settle."""
     ddp = wrap(
@@ -388,8 +391,9 @@ def order(ddp: Any) -> list[str]:
     return [slot.path for bucket in ddp.buckets for slot in bucket.slots]
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("remat", "tied"), [(False, False), (True, True)], ids=["plain", "remat and tied"]
+)
 def test_buckets_follow_the_backward_pass(make_mesh, remat, tied):
     mesh, x = make_mesh(2), jnp.linspace(0.1, 1, 12).reshape(4, 3)
 

@@ -208,3 +208,36 @@ def test_the_standard_library_is_found(load: Load):
     assert windows.shape == (2, 3, 65)
     assert windows.dtype == np.uint8
     np.testing.assert_array_equal(windows, load("_text").Text(None, 64).batches(2, 3, 64, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("linen_ddp", []),
+        pytest.param("flax_ddp", [], marks=pytest.mark.slow),
+        pytest.param("flax_ddp", ["--zero"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_digits_are_learnt_and_devices_stay_equal(
+    name: str,
+    flags: list[str],
+    load: Load,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    epochs = 4
+    with jax.numpy_rank_promotion("allow"):  # flax's own broadcasting
+        arguments = [f"--epochs={epochs}", "--batch=64", f"--out={tmp_path}", *flags]
+        run = load(name).main(arguments)
+    assert len(run.accuracies) == epochs
+    assert len(run.losses) == epochs * (1438 // 64)
+    assert np.mean(run.losses[-10:]) < np.mean(run.losses[:10]) / 2
+    assert run.accuracies[-1] > 0.9
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "bit-identical" in printed
+    assert f"held-out accuracy: {run.accuracies[-1]:.1%}" in printed
+    with pytest.raises(SystemExit):
+        load(name).main(["--batch=12"])
+    assert "--batch 12 is not a multiple of 8 devices" in capsys.readouterr().err
