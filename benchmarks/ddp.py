@@ -151,7 +151,7 @@ class Training:
             for node in (self.model, optimizer):
                 nnx.update(node, jax.device_put(nnx.as_pure(nnx.state(node)), whole))
             self.carried: tuple[Any, ...] = (self.model, optimizer)
-            self.make_step = lambda: nnx.jit(train)
+            self.make_step: Callable[[], Any] = lambda: nnx.jit(train)
             return
         graphdef, state = nnx.split((self.model, optimizer))
 
@@ -171,7 +171,7 @@ class Training:
         return compiled, time.perf_counter() - began
 
     def start(self) -> None:
-        self.step = self.make_step()
+        self.step: Any = self.make_step()
 
     def run(self, steps: int) -> tuple[float, list[float]]:
         """Seconds a step, and the losses."""

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import matplotlib
@@ -19,7 +20,7 @@ class Digits:
     """1,797 images, one in five held out."""
 
     def __init__(self, seed: int = 0):
-        found = load_digits()
+        found: Any = load_digits()
         images = np.asarray(found.images, np.float32)[..., None] / 8 - 1
         labels = np.asarray(found.target, np.int32)
         order = np.random.default_rng(seed).permutation(len(labels))
@@ -31,7 +32,8 @@ class Digits:
         """Every image once, in another order each epoch; the rest of a batch is left out."""
         order = np.random.default_rng(epoch).permutation(len(self.train[1]))
         for rows in order[: len(order) // size * size].reshape(-1, size):
-            yield tuple(jnp.asarray(part[rows]) for part in self.train)
+            images, labels = self.train
+            yield jnp.asarray(images[rows]), jnp.asarray(labels[rows])
 
 
 @dataclasses.dataclass

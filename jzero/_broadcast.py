@@ -54,15 +54,13 @@ def broadcast(tree: Any, *, zero: ZeroConfig | None = None) -> Any:
 
     def body(local: dict[str, Array]) -> dict[str, Array]:
         received: dict[str, Array] = {}
-        before: Array | None = None
+        before: dict[str, Array] = {}
         for bucket in layout.buckets:
             dtype = jnp.dtype(bucket.dtype)
             words = _to_words(pack(local, bucket, dtype))
             words = jnp.where(_is_first(axes), words, jnp.zeros_like(words))
-            if before is not None:
-                words = after(words, before)
-            words = before = lax.psum(words, axes.names)
-            received |= unpack(_from_words(words, dtype), bucket)
+            before = lax.psum(after({"words": words}, before), axes.names)
+            received |= unpack(_from_words(before["words"], dtype), bucket)
         return received
 
     def run(local: dict[str, Array]) -> dict[str, Array]:

@@ -180,27 +180,37 @@ def divide(x: Array, n: Array | int) -> Array:
     unless ``n`` is a power of two. A divisor that depends on the element, if only where ``x`` is
     NaN, stays a division.
     """
+    divisor = jnp.asarray(n, x.dtype)
     if isinstance(n, int) and n & (n - 1) == 0:
-        return x / jnp.asarray(n, x.dtype)  # its reciprocal is exact
-    n = jnp.asarray(n, x.dtype)
-    return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), n)
+        return x / divisor  # its reciprocal is exact
+    return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), divisor)
 
 
-def after(x: Array, before: Array) -> Array:
-    """``x``, which the compiler must believe to depend on ``before``.
+# XLA of jax 0.10 on CPU drops barriers before it merges all-reduces.
+_BARRIERS_HOLD = jax.__version_info__ >= (0, 12)
 
-    [Note: buckets in order] XLA merges all-reduces that do not depend on each other; on CPU and
-    GPU it made one of all of them, after the backward pass. A bucket that depends on the one
-    before it stays apart, and the two leave in order. No number is both NaN and equal to itself,
-    but no compiler simplifies that; ``lax.optimization_barrier`` is gone, on jax 0.10.2, before
-    all-reduces are merged.
+
+def after(xs: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
+    """``xs``, which the compiler must believe to depend on all of ``before``; none is empty.
+
+    [Note: buckets in order] XLA merges all-reduces that do not depend on each other; on CPU it
+    makes one of all of them, after the backward pass. A bucket that depends on the one before it
+    stays apart, and the two leave in order. A barrier does it without touching the data. Where
+    barriers do not last, every element is chosen anew by a condition that never holds: no number
+    is both NaN and equal to itself, but no compiler simplifies that.
     """
-    element = before.reshape(-1)[0]
-    number = element
-    if not jnp.issubdtype(element.dtype, jnp.floating):
-        number = lax.bitcast_convert_type(element.astype(jnp.uint32), jnp.float32)
+    if not before:
+        return xs
+    if _BARRIERS_HOLD:
+        return lax.optimization_barrier((xs, before))[0]
+    first, *rest = (x.reshape(-1)[0] for x in before.values())
+    number = first
+    for element in rest:
+        number = number + element
+    if not jnp.issubdtype(number.dtype, jnp.floating):
+        number = lax.bitcast_convert_type(number.astype(jnp.uint32), jnp.float32)
     never = (number != number) & (number == number)
-    return jnp.where(never, element.astype(x.dtype), x)
+    return {path: jnp.where(never, first.astype(x.dtype), x) for path, x in xs.items()}
 
 
 def total(x: Array, axes: Axes) -> Array:

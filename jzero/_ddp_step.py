@@ -2,10 +2,10 @@
 
 [Note: what is communicated]
 Per synchronised call, whatever the model: one all-reduce a gradient bucket (or one reduce-scatter
-a bucket, for a sharded optimizer), and one all-reduce a dtype of everything small: the loss,
-scalar ``aux``, and buffers whose new value depends on the device's part of the batch. Buffers
-that do not (counters, the counts of random streams) are equal already, which the program shows.
-Under ``no_sync`` nothing is communicated.
+a bucket, for a sharded optimizer), and, joined by XLA to each other or to a bucket, everything
+small: the loss, scalar ``aux``, and buffers whose new value depends on the device's part of the
+batch. Buffers that do not (counters, the counts of random streams) are equal already, which the
+program shows. Under ``no_sync`` nothing is communicated.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from jzero._collectives import after, divide, total, vary
 from jzero._config import ZeroConfig
 from jzero._layout import Bucket, Layout, Leaf, PathKey, plan_layout
 from jzero._mesh import Axes
-from jzero._pack import pack, unpack
 from jzero._program import Fact
 
 __all__ = [
@@ -182,33 +181,43 @@ def all_reduced(
         for path, x in trained.items()
         if path not in layout.by_path
     }
-    before: Array | None = None
+    before: dict[str, Array] = {}
     for bucket in layout.buckets:
-        if not bucket.size:
-            result |= {slot.path: grads[slot.path] for slot in bucket.slots}
-            continue
-        reduced = _reduced_bucket(grads, bucket, options, axes, before)
-        before = next(reduced[slot.path] for slot in bucket.slots if slot.size)
-        result |= reduced
+        empty = [slot for slot in bucket.slots if not slot.size]
+        result |= {slot.path: jnp.zeros(slot.shape, bucket.dtype) for slot in empty}
+        if bucket.size:
+            before = _reduced_bucket(grads, bucket, options, axes, before)
+            result |= before
     return {path: x.astype(trained[path].dtype) for path, x in result.items()}
 
 
 def _reduced_bucket(
-    grads: dict[str, Array], bucket: Bucket, options: Options, axes: Axes, before: Array | None
+    grads: dict[str, Array],
+    bucket: Bucket,
+    options: Options,
+    axes: Axes,
+    before: dict[str, Array],
 ) -> dict[str, Array]:
+    """[Note: one all-reduce a bucket] A bucket's leaves are handed to the collective one by one,
+    which costs no copy into a flat array and back. They do not depend on each other, so XLA makes
+    one all-reduce of them, with one operand a leaf; they depend on the bucket before, so it makes
+    no more than that.
+
+    Dividing first costs a pass over the gradient. It is done where it matters: in float16. Of
+    float32 and bfloat16, whose range is that of the gradient's terms, the sum is divided, which
+    the update can take in the same pass."""
     wire = jnp.dtype(bucket.dtype if options.wire is None else options.wire)
-    alone = len(bucket.slots) == 1  # needs no flat copy
-    path = bucket.slots[0].path
-    flat = grads[path].astype(wire) if alone else pack(grads, bucket, wire)
     count = axes.size if options.config.average else 1
-    if count > 1 and not options.average_in_collective:
-        flat = divide(flat, count)
-    if before is not None:
-        flat = after(flat, before)
-    flat = total(flat, axes)
-    if count > 1 and options.average_in_collective:
-        flat = divide(flat, count)
-    return {path: flat} if alone else unpack(flat, bucket)
+    first = wire == jnp.float16 and not options.average_in_collective
+    parts = {slot.path: grads[slot.path].astype(wire) for slot in bucket.slots if slot.size}
+    if count > 1 and first:
+        parts = {path: divide(x, count) for path, x in parts.items()}
+    if axes.size > 1:
+        parts = after(parts, before)
+    parts = {path: total(x, axes) for path, x in parts.items()}
+    if count > 1 and not first:
+        parts = {path: divide(x, count) for path, x in parts.items()}
+    return parts
 
 
 # ---------------------------------------------------------------- everything small
@@ -221,8 +230,8 @@ def agree(
     options: Options,
     axes: Axes,
 ) -> tuple[Array, list[Array], dict[int, Array]]:
-    """Loss and floating scalars as means, integer scalars as sums, buffers by their rule: one
-    all-reduce a dtype."""
+    """Loss and floating scalars as means, integer scalars as sums, buffers by their rule. These
+    sums depend on nothing, so XLA joins them to each other or to a bucket."""
     jobs: list[tuple[Array, Literal["mean", "sum", "first"]]] = [(loss, "mean")]
     for x in scalars:
         if not jnp.issubdtype(x.dtype, jnp.number):
@@ -242,15 +251,7 @@ def agree(
         if how == "first":
             part = jnp.where(_device_index(axes) == 0, part, jnp.zeros_like(part))
         parts.append(vary(part, axes))
-    sums: list[Any] = [None] * len(parts)
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        which = [i for i, part in enumerate(parts) if part.dtype == dtype]
-        flat = total(jnp.concatenate([parts[i].reshape(-1) for i in which]), axes)
-        offset = 0
-        for i in which:
-            size = parts[i].size
-            sums[i] = flat[offset : offset + size].reshape(parts[i].shape)
-            offset += size
+    sums = [total(part, axes) for part in parts]
     results: list[Array] = []
     for (x, how), s in zip(jobs, sums, strict=True):
         mean = divide(s, axes.size) if how == "mean" and axes.size > 1 else s

@@ -72,7 +72,8 @@ class DistributedDataParallel:
         gradient is zero. Read from the program, not from a run. False: their zeros are reduced
         like any gradient, and nothing hangs or diverges.
       average_in_collective: sum, then divide by the number of devices; False: divide each
-        device's gradient, then sum. Differs where a 16-bit sum overflows or a quotient underflows.
+        device's gradient, then sum. Where float16 is sent, a sum may overflow or a quotient
+        vanish; float32 and bfloat16 have the range for either, and are divided after the sum.
       static_graph: fill buckets in the order in which this program's backward pass produces
         gradients, instead of reverse order of the parameters. See ``ddp.buckets``.
       grad_reduce_dtype: dtype of the all-reduce; None: each parameter's. Gradients come back in

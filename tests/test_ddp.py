@@ -162,6 +162,23 @@ def test_inside_the_users_shard_map(make_mesh, shape, check):
     assert all_reduces(compiled) == (BUCKETS if mesh.size > 1 else [])
 
 
+def test_leaves_of_a_bucket_leave_together(make_mesh):
+    for options in ({}, {"average_in_collective": True}, {"average": False}):
+        ddp = wrap(make_mesh(8, types="auto"), Wide(), bucket_cap_mb=100 / MIB, **options)
+        compiled = nnx.jit(ddp.value_and_grad(wide_loss)).lower(ddp, jnp.ones((8, 4))).compile()
+        sizes = sorted(tuple(sorted(n for n in c.sizes if n > 1)) for c in collectives(compiled))
+        assert sizes == [(2, 3, 16), (2, 3, 16), (16,)]
+
+
+class Wide(nnx.Module):
+    def __init__(self):
+        self.groups = nnx.List([nnx.Param(jnp.ones(n)) for n in (3, 2, 16, 3, 2, 16, 16)])
+
+
+def wide_loss(model: Any, x: jax.Array) -> jax.Array:
+    return sum(jnp.sum(w[...] ** 2) for w in model.module.groups) * jnp.mean(x)
+
+
 def test_fifty_steps_leave_the_devices_bit_identical_and_match_one_device(make_mesh):
     mesh = make_mesh(8, types="auto")
 
