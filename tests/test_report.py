@@ -584,3 +584,17 @@ def test_gpu_keeps_buckets_apart():
     for record in (None, True, False):
         more = jzero.compiler_options(None, "gpu", command_buffers=record)
         assert buckets_apart(target, {**options, **more}) == (4, 4)
+
+
+def test_what_does_not_fit_is_said_so(tpu_topology):
+    """The compiler gives up; its message says how much it would have needed."""
+    rows = jax.ShapeDtypeStruct((5 * 2**30,), jnp.float32)
+    report = jzero.report(lambda x: x * 2, rows, "tpu:v5e:2x2")
+    (method,) = report.methods
+    assert method.fits is False
+    assert method.timeline is None
+    assert method.memory.peak >= 20 * 2**30  # the input alone
+    assert "out of memory" in str(report)
+    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm"
+    assert report_module._used(message) == int(18.5 * 2**30)
+    assert report_module._used("INTERNAL: Used 3G") is None
