@@ -210,14 +210,11 @@ def test_the_standard_library_is_found(load: Load):
     np.testing.assert_array_equal(windows, load("_text").Text(None, 64).batches(2, 3, 64, seed=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [
-        ("linen_ddp", []),
-        pytest.param("flax_ddp", [], marks=pytest.mark.slow),
-        pytest.param("flax_ddp", ["--zero"], marks=pytest.mark.slow),
-    ],
-    ids=str,
+    [("linen_ddp", []), ("flax_ddp", []), ("flax_ddp", ["--zero"])],
+    ids=["linen", "nnx", "nnx, sharded"],
 )
 def test_digits_are_learnt_and_devices_stay_equal(
     name: str,
