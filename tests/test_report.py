@@ -1,7 +1,8 @@
 """jzero.report and jzero.compiler_options: what compiled programs hold, told from their text."""
 
 import dataclasses
-import importlib
+import importlib.resources
+import importlib.util
 import io
 import json
 from typing import Any
@@ -376,7 +377,7 @@ def test_slices_that_tpus_do_not_have_are_refused(tpu_topology):
 
 
 def test_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"libtpu.*pip install 'jzero\[tpu\]'"):
         jzero.report(adamw(), SHAPES, "tpu:v5e:2x2")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jzero\[cuda\]'"):
@@ -386,7 +387,7 @@ def test_says_what_to_install(monkeypatch):
 
 def test_gpu_targets_are_there():
     for chip in _targets.GPUS:
-        text = _targets.importlib.resources.files("jzero").joinpath("targets", f"{chip}.txtpb")
+        text = importlib.resources.files("jzero").joinpath("targets", f"{chip}.txtpb")
         assert f"device_memory_size: {_targets.CHIPS[chip].memory}\n" in text.read_text()
 
 
