@@ -10,7 +10,7 @@ TESTS        ?= tests
 # The newest jax runs what depends on jax; all of it: make test-newest NEWEST_TESTS=tests
 NEWEST_TESTS ?= tests/distributed/test_training.py \
   tests/kernels/test_adam_compiled.py tests/kernels/test_adam_dispatch.py \
-  tests/test_accumulate.py tests/test_broadcast.py tests/test_control.py tests/test_ddp.py \
+  tests/test_accumulate.py tests/test_checkpoint.py tests/test_broadcast.py tests/test_control.py tests/test_ddp.py \
   tests/test_ddp_rules.py tests/test_facts.py tests/test_leaves.py tests/test_program.py \
   tests/test_reduction.py tests/test_report.py tests/test_step.py
 WHEEL_TESTS  ?= tests/test_layers.py tests/test_public_api.py tests/test_packaging.py

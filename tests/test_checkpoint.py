@@ -144,7 +144,12 @@ def test_restores_bit_equal_on_any_number_of_devices(
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(8, 3), (1, (4, 2)), ((2, 4), 6)], ids=["8-3", "1-4x2", "2x4-6"]
+    ("saved", "loaded"),
+    [
+        pytest.param(8, 3, id="8-3"),
+        pytest.param(1, (4, 2), id="1-4x2", marks=pytest.mark.slow),
+        pytest.param((2, 4), 6, id="2x4-6", marks=pytest.mark.slow),
+    ],
 )
 def test_the_next_steps_equal_the_uninterrupted_run(
     saved: Any, loaded: Any, trained: Any, target: Any, tmp_path: Path

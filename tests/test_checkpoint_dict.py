@@ -385,8 +385,8 @@ APEX = {
 @pytest.mark.parametrize(
     ("name", "saved", "loaded"),
     [
-        ("plain", 4, 4),
-        ("plain", 1, 4),
+        pytest.param("plain", 4, 4, marks=pytest.mark.slow),
+        pytest.param("plain", 1, 4, marks=pytest.mark.slow),
         ("plain", 3, 8),
         ("bf16", 4, 1),
         ("scaled", 4, 1),
