@@ -81,6 +81,7 @@ def growth(found: dict[str, float], name: str) -> Generator[None]:
 
 def forget(folder: pathlib.Path) -> int:
     """Drop a folder's files from the kernel's cache; their bytes."""
+    os.sync()  # what is not on disk yet would stay in the cache
     total = 0
     for path in folder.rglob("*"):
         if path.is_file():
@@ -239,6 +240,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "versions": {m.__name__: m.__version__ for m in (jax, ocp)},
         **run(options),
+        "load_average": os.getloadavg()[0],  # what else this machine did meanwhile
     }
     show(report)
     if options.json:
