@@ -326,6 +326,19 @@ def test_stochastic_rounding_does_not_depend_on_the_number_of_devices(make_mesh)
     assert any(moved)
 
 
+def test_optax_moments_of_bfloat16_parameters_are_scaled(make_mesh):
+    """Without a master, optax makes its moments in the parameters' dtype."""
+    mesh = make_mesh(4)
+    precision = jzero.Precision(state=F8, scaled=True, master="none")
+    tx = jzero.zero(optax.sgd(1e-2, momentum=0.5), zero=config_for(mesh, precision=precision))
+    params, state = train("plain", tx, mesh, {"w": jnp.ones(300, jnp.bfloat16)}, BATCHES, integers)
+    (trace,) = jax.tree.leaves(state.inner, is_leaf=lambda x: isinstance(x, Scaled))
+    kept = host(trace.values)[:300].astype(np.float32) * host(trace.scales)[:3].repeat(128)[:300]
+    exact = 3 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16)
+    np.testing.assert_allclose(kept, exact, rtol=0.1)
+    assert (host(params["w"]).astype(np.float32) < 0.9).all()
+
+
 def test_optax_transformations_keep_narrow_state(make_mesh):
     """zero(optax.lion) in 8 bits with scales: an eighth more than a byte a parameter."""
     mesh = make_mesh(4)

@@ -207,10 +207,12 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def join(high: jax.Array, low: jax.Array) -> jax.Array:
     """The float32 of bfloat16 and int16 halves."""
-    wide = high.astype(jnp.float32)
+    bits = _bits(high.astype(jnp.float32))
     rest = low.astype(jnp.int32)
-    rest = jnp.where((wide == 0) & (rest < 0), jnp.zeros_like(rest), rest)
-    return lax.bitcast_convert_type(_bits(wide) + rest, jnp.float32)
+    # By its bits: where subnormals count as zeros, a comparison would take them for one.
+    is_zero = (bits & jnp.int32(0x7FFFFFFF)) == 0
+    rest = jnp.where(is_zero & (rest < 0), jnp.zeros_like(rest), rest)
+    return lax.bitcast_convert_type(bits + rest, jnp.float32)
 
 
 # ---------------------------------------------------------------- writing
@@ -237,6 +239,7 @@ def write_moment(
     """``x`` in the form of ``like``; rounded to nearest, or stochastically with ``bits``."""
     if not isinstance(like, Scaled):
         return rounded(x, like.dtype, bits)
+    x = x.astype(jnp.float32)
     if root:
         x = sqrt(x)
     scales, inverses = scale(blocks.largest(jnp.abs(x)), like.values.dtype)
