@@ -148,7 +148,7 @@ METHODS: dict[str, Callable[[_models.Size, Mesh], Program]] = {
 def _jzero(size: _models.Size, mesh: Mesh, **options: Any) -> Any:
     # Gradients travel in the dtype of the parameters, as XLA sends those of the annotated program.
     precision = jzero.Precision(grad_sync=size.dtype)
-    chosen = {"bucket_mb": size.bucket_mb, "precision": precision, **options}
+    chosen: dict[str, Any] = {"bucket_mb": size.bucket_mb, "precision": precision, **options}
     zero = jzero.ZeroConfig(axis=AXIS, mesh=mesh, **chosen)
     return jzero.adamw(**ADAMW, zero=zero)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
-import _devices  # noqa: F401  (simulated devices, before jax starts)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +100,7 @@ def train(name: str, options: argparse.Namespace) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
@@ -128,7 +127,7 @@ def main() -> None:
         )
     if options.out is not None:
         facts = {
-            "what": __doc__.split("\n\n")[0],
+            "what": (__doc__ or "").split("\n\n")[0],
             "size": options.size,
             "steps": options.steps,
             "b2": options.b2,

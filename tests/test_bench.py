@@ -41,7 +41,7 @@ def test_says_how_it_was_made(report: dict[str, Any]) -> None:
 
 def test_measures_every_method(report: dict[str, Any]) -> None:
     methods = report["models"][MODEL]["methods"]
-    assert set(methods) == {"jzero", "jzero in shard_map", "replicated", "annotated"}
+    assert set(methods) == {"jzero", "jzero in shard_map", "jzero lazy", "replicated", "annotated"}
     for numbers in methods.values():
         for name in ("step_s", "call_s", "trace_s", "compile_s", "state_bytes", "argument_bytes"):
             assert numbers[name] > 0, name

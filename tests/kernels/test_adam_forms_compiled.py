@@ -12,7 +12,7 @@ from kernels.adam_forms import CASES, ON_TPU, Case, options_of, random_of
 from kernels.adam_oracle import Hyper
 from kernels.test_adam_compiled import (
     TPUS,
-    h200,  # noqa: F401  (a fixture)
+    h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]  (a fixture)
     tpu_kernels,
 )
 
