@@ -90,9 +90,10 @@ def adam_update(
     _check_choice(name, "weight_decay_mode", weight_decay_mode, get_args(WeightDecayMode))
     _check_choice(name, "emit", emit, get_args(Emit))
     _check_choice(name, "backend", backend, BACKENDS)
-    _check_vectors(name, {"g": g})
-    for argument, form in (("p", p), ("m", m), ("v", v)):
-        _check_form(name, argument, form, g)
+    # The length that the others are compared with: p's, where that is an array.
+    first = {"g": g} if isinstance(p, tuple) else {"p": p}
+    for argument, form in (("p", p), ("m", m), ("v", v), ("g", g)):
+        _check_form(name, argument, form, first)
     _check_dtype(name, "out_dtype", jnp.dtype(out_dtype))
     _check_emit(name, p, jnp.dtype(out_dtype), emit)
     scalars = _check_scalars(scalars)
@@ -252,22 +253,25 @@ def _check_vectors(function: str, arrays: dict[str, jax.Array]) -> None:
         _check_dtype(function, name, jnp.dtype(x.dtype))
 
 
-def _check_form(function: str, name: str, form: Any, g: jax.Array) -> None:
-    """A parameter or a moment: an array, or a form for which its arrays fit."""
+def _check_form(function: str, name: str, form: Any, first: dict[str, jax.Array]) -> None:
+    """A parameter or a moment: an array, or a form for which its arrays fit; as long as ``first``,
+    which is one array by its name."""
+    (shape,) = map(jnp.shape, first.values())
     if isinstance(form, (Master, Remainder)) and name == "p":
-        _check_vectors(function, {"g": g, "p.visible": form.visible})
+        _check_vectors(function, {**first, "p.visible": form.visible})
         if isinstance(form, Master):
-            _check_form(function, "p.stored", form.stored, g)
+            _check_form(function, "p.stored", form.stored, first)
             return
         halves = (jnp.dtype(form.visible.dtype).name, jnp.dtype(form.low.dtype).name)
-        if halves != ("bfloat16", "int16") or form.low.shape != g.shape:
+        if halves != ("bfloat16", "int16") or form.low.shape != shape:
             raise ValueError(
                 f"{function}: `p` is a Remainder of {halves} and shape {form.low.shape}; "
-                f"accepted: ('bfloat16', 'int16') and {g.shape}. Split a float32 with forms.split."
+                f"accepted: ('bfloat16', 'int16') and {shape}. Split a float32 with forms.split."
             )
     elif isinstance(form, Scaled):
-        n, dtype = g.size, jnp.dtype(form.values.dtype).name
-        _check_vectors(function, {"g": g, f"{name}.values": form.values})
+        dtype = jnp.dtype(form.values.dtype).name
+        _check_vectors(function, {**first, f"{name}.values": form.values})
+        n = form.values.size
         if n % forms.BLOCK or form.scales.shape != (n // forms.BLOCK,):
             raise ValueError(
                 f"{function}: `{name}` is Scaled with {n} values and scales of shape "
@@ -280,7 +284,7 @@ def _check_form(function: str, name: str, form: Any, g: jax.Array) -> None:
                 "Pass a wider moment as a plain array."
             )
     else:
-        _check_vectors(function, {"g": g, name: cast("jax.Array", form)})
+        _check_vectors(function, {**first, name: cast("jax.Array", form)})
 
 
 def _check_emit(function: str, p: Any, out_dtype: jnp.dtype, emit: Emit) -> None:

@@ -39,10 +39,16 @@ class BlockRule:
 # mosaic_gpu: per warpgroup of 128 threads; triton: per program of 4 warps.
 RULES: dict[str, BlockRule] = {
     "tpu": BlockRule(2**17, 2**12, 16, (2**15, 2**16, 2**17, 2**18)),
-    # A block's scales are a one-dimensional block too, which TPU takes in multiples of 1024.
-    "tpu_scaled": BlockRule(2**17, 2**17, 1, (2**17, 2**18)),
     "mosaic_gpu": BlockRule(2**12, 2**10, 1, (2**10, 2**11, 2**12, 2**13)),
     "triton": BlockRule(2**11, 2**7, 1, (2**9, 2**10, 2**11, 2**12)),
+}
+
+
+# With Scaled forms: a block's scales are a one-dimensional block too, which TPU takes in multiples
+# of 1024.
+SCALED_RULES: dict[str, BlockRule] = {
+    **RULES,
+    "tpu": BlockRule(2**17, 2**17, 1, (2**17, 2**18)),
 }
 
 
@@ -76,7 +82,9 @@ def _tuned(backend: str, dtypes: tuple[str, ...], n: int) -> int | None:
     return _load(path).get(jax.devices()[0].device_kind, {}).get(key(backend, dtypes, n))
 
 
-def block_for(backend: str, n: int, dtypes: tuple[str, ...], block: int | None) -> int:
+def block_for(
+    backend: str, n: int, dtypes: tuple[str, ...], block: int | None, *, scaled: bool = False
+) -> int:
     """The block to use for a shard of n >= 1 elements.
 
     Args:
@@ -84,11 +92,12 @@ def block_for(backend: str, n: int, dtypes: tuple[str, ...], block: int | None) 
       n: length of the shard.
       dtypes: names of the dtypes of p, m, v, g and out.
       block: the caller's wish; None for the tuned or built-in size.
+      scaled: whether an operand is Scaled.
 
     Raises:
       ValueError: if ``block`` is not a positive multiple of what the backend takes.
     """
-    rule = RULES[backend]
+    rule = (SCALED_RULES if scaled else RULES)[backend]
     # No block is longer than the shard: a shard shorter than one multiple is a block by itself.
     # (Triton blocks are powers of two, with a mask: theirs may be longer.)
     whole = n // rule.multiple * rule.multiple or n

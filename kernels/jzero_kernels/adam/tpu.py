@@ -217,9 +217,8 @@ def adam_update(
     out = jax.ShapeDtypeStruct((n,), out_dtype)
     outputs = AdamResult(forms.stored_part(p), m, v, cast("jax.Array", out))
     scaled = forms.has_scales(inputs)
-    block = block_for(
-        "tpu_scaled" if scaled else "tpu", n, (*forms.names(*inputs), out_dtype.name), block
-    )
+    names = (*forms.names(*inputs), out_dtype.name)
+    block = block_for("tpu", n, names, block, scaled=scaled)
     view = _view(n, block, is_aligned(n, *inputs, out_dtype), scaled)
     arrays_in, arrays_out = forms.parts(inputs), forms.parts(outputs)
     is_scale = forms.scale_flags(n, arrays_in, arrays_out)
