@@ -92,9 +92,11 @@ def test_plan_and_trace_do_not_grow():
     buckets = len(state.layout.buckets)
     assert buckets > 5
     assert all(plan == plans[0] for plan in plans)
-    # A smaller shard has fewer blocks to work through; nothing is done once a device.
+    # Nothing is done once a device: a few operations more where a shard does not end with a chunk
+    # of the norm's, and fewer where it is shorter than one.
     totals = [program.total() for program in programs]
-    assert totals == sorted(totals, reverse=True)
+    assert max(totals) <= 1.05 * totals[0]
+    assert totals[3] < totals[0]
     for program in programs:
         assert program["reduce_scatter"] == program["all_gather_invariant"] == buckets
         assert program["psum_invariant"] == programs[0]["psum_invariant"]
