@@ -51,7 +51,7 @@ def test_what_differs_between_processes_is_found_and_named(results):
         assert found["values before"] == [rank] * 4
         assert found["difference before"] == "count"
         assert found["one difference"] == "middle/kernel"
-        assert "processes [1] differ from that of process 0" in found["other shapes"]
+        assert "'x' is float32[3] on process 0 and float32[4] on process 1" in found["other shapes"]
 
 
 def test_everything_starts_from_the_first_process(results):

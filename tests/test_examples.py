@@ -130,6 +130,7 @@ def test_gpt_equals_optax_and_reports_what_is_allocated(
         assert part in printed
 
 
+@pytest.mark.slow
 def test_gpt_in_bfloat16_on_two_devices(load: Load, text: Path, tmp_path: Path):
     result = train(load, text, tmp_path, steps=1, devices=2, precision="bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(result.params)} == {"bfloat16"}

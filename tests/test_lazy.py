@@ -109,8 +109,20 @@ def train_lazy(tx, mesh, params, batches, loss, stacked: bool = False, grad_scal
 # ---------------------------------------------------------------- equal to optax, and to eager
 
 
-@pytest.mark.parametrize("stacked", STACKED, ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+# Unrolled layers on every mesh are among the slow tests; here on two of them.
+WAYS_AND_MESHES = [
+    pytest.param(
+        shape,
+        stacked,
+        id=f"{name}-{'scanned' if stacked else 'unrolled'}",
+        marks=[] if stacked or name in ("2", "2x4") else [pytest.mark.slow],
+    )
+    for name, shape in MESHES.items()
+    for stacked in STACKED
+]
+
+
+@pytest.mark.parametrize(("shape", "stacked"), WAYS_AND_MESHES)
 def test_equal_to_optax_and_to_eager(make_mesh, shape, stacked: bool):
     """With clipping, a loss scale, a schedule and a recomputed backward pass."""
     mesh, params = make_mesh(shape), deep(stacked)
@@ -456,7 +468,15 @@ def scanned_ahead(params, data):
     return jnp.mean((x @ jzero.gather_params(params["last"]) - y) ** 2)
 
 
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4)], ids=["1", "4", "2x4"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((1,), marks=pytest.mark.slow),
+        (4,),
+        pytest.param((2, 4), marks=pytest.mark.slow),
+    ],
+    ids=["1", "4", "2x4"],
+)
 def test_layers_gathered_ahead(make_mesh, shape):
     """Equal to the scan that gathers in its body: by probes, weights, and jax.grad."""
     mesh, params = make_mesh(shape), deep()
