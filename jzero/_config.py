@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from jzero._precision import Precision
 
-__all__ = ["Precision", "ZeroConfig"]
+__all__ = ["Precision", "ZeroConfig", "config_and_groups"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,3 +98,21 @@ class ZeroConfig:
     def cap_bytes(self) -> int:
         """``bucket_mb`` in bytes, at least one."""
         return max(1, int(self.bucket_mb * 2**20))
+
+
+def config_and_groups(zero: Any, default: ZeroConfig) -> tuple[ZeroConfig, Any]:
+    """What a ``zero=`` argument says: a config, and the transformation's groups if it is one.
+
+    Raises:
+      ValueError: it is neither a config, nor made with one, nor None.
+    """
+    if zero is None:
+        return default, None
+    if isinstance(zero, ZeroConfig):
+        return zero, None
+    config, groups = getattr(zero, "config", None), getattr(zero, "groups", None)
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(
+            f"zero={zero!r} must be made by jzero.adamw or jzero.zero, or be a ZeroConfig"
+        )
+    return config, groups

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 from jzero._batch import batch_specs, check_loss
 from jzero._codec import codec_of
 from jzero._collectives import divide, vary
-from jzero._config import ZeroConfig
+from jzero._config import ZeroConfig, config_and_groups
 from jzero._layout import Layout
 from jzero._mesh import Axes, on_mesh, resolve_axes
-from jzero._pack import plan_tree
+from jzero._plans import plan_params
 from jzero._program import analyze
 from jzero._replicate import (
     Options,
@@ -338,11 +338,7 @@ def sharding_of(
     """Layout and config of the sharded optimizer that gets the gradients."""
     if zero is None:
         return None
-    config = zero if isinstance(zero, ZeroConfig) else getattr(zero, "config", None)
-    if not isinstance(config, ZeroConfig):
-        raise ValueError(
-            f"zero={zero!r} must be made by jzero.adamw or jzero.zero, or be a ZeroConfig"
-        )
+    config, groups = config_and_groups(zero, options.config)
     if options.wire is not None:
         raise ValueError(
             "grad_reduce_dtype is for all-reduced gradients; for shards, set "
@@ -356,13 +352,7 @@ def sharding_of(
             f"zero= shards over {theirs.names} of {theirs.mesh}, this wrapper over {axes.names} of "
             f"{axes.mesh}; give both the same mesh, axis and replica_axis"
         )
-    plan = plan_tree(
-        params,
-        shards=axes.shards,
-        cap_bytes=config.cap_bytes,
-        groups=getattr(zero, "groups", None),
-        policy=config.precision.policy,
-    )
+    plan = plan_params(params, axes, config, groups)
     if frozen := trained.keys() ^ plan.layout.by_path.keys():
         raise ValueError(
             f"zero= and the wrapper train different parameters: {sorted(frozen)[:5]}; use wrt= of "

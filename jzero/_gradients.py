@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._batch import batch_specs, check_loss, merged
 from jzero._codec import Codec, codec_of
 from jzero._collectives import divide, psum_replicas, total, vary
-from jzero._config import ZeroConfig
+from jzero._config import ZeroConfig, config_and_groups
 from jzero._gather import weighed
 from jzero._layout import path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
@@ -308,7 +308,7 @@ def _faced(
     batch_dim: int,
 ) -> Callable[..., Any]:
     """``body`` on the arguments of the user, on the mesh."""
-    config, groups = _config_and_groups(zero)
+    config, groups = config_and_groups(zero, ZeroConfig())
     compiled: dict[Any, Callable[..., Any]] = {}
 
     def wrapped(*args: Any) -> Any:
@@ -364,14 +364,3 @@ def _aux_specs(body: Any, args: tuple[Any, ...], specs: tuple[Any, ...], work: _
 
     jax.eval_shape(lambda *a: on_mesh(axes, record, specs, None, *a), *args)
     return found[0]
-
-
-def _config_and_groups(zero: Any) -> tuple[ZeroConfig, Callable[[Any], Any] | None]:
-    if zero is None:
-        return ZeroConfig(), None
-    if isinstance(zero, ZeroConfig):
-        return zero, None
-    config, groups = getattr(zero, "config", None), getattr(zero, "groups", None)
-    if not isinstance(config, ZeroConfig):
-        raise ValueError(f"zero={zero!r} must be a jzero.ZeroConfig, or made by jzero.adamw")
-    return config, groups

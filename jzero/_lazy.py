@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from jzero._collectives import all_gather, own_shard, shaped
-from jzero._config import ZeroConfig
+from jzero._config import ZeroConfig, config_and_groups
 from jzero._layout import Bucket, path_string
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Stacks, leaf_paths, pack, plan_tree, unpack
@@ -54,7 +54,7 @@ def shard_params(
     """
     if isinstance(params, ParamShards):
         raise ValueError("shard_params got shards; pass the parameters, or use the shards as are")
-    config, groups = _config_and_groups(zero)
+    config, groups = config_and_groups(zero, ZeroConfig(param_sync="lazy"))
     axes = resolve_axes(config)
     plan = plan_tree(
         params,
@@ -202,14 +202,3 @@ def _stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
         names = sorted({path_string(path[:1]) for path, _ in leaf_paths(params)})
         raise ValueError(f"stacked={missing} name no subtree of params, which has {names[:10]}")
     return stack
-
-
-def _config_and_groups(zero: Any) -> tuple[ZeroConfig, Any]:
-    if zero is None:
-        return ZeroConfig(param_sync="lazy"), None
-    if isinstance(zero, ZeroConfig):
-        return zero, None
-    config, groups = getattr(zero, "config", None), getattr(zero, "groups", None)
-    if not isinstance(config, ZeroConfig):
-        raise ValueError(f"zero={zero!r} must be a jzero.ZeroConfig, or made by jzero.adamw")
-    return config, groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero._config import ZeroConfig
+from jzero._config import ZeroConfig, config_and_groups
 
 __all__ = ["compiler_options"]
 
@@ -52,7 +52,7 @@ def compiler_options(
     Raises:
       ValueError: an unknown platform, a negative ``merge_mb``, an option of another platform.
     """
-    config = _config(zero)
+    config = config_and_groups(zero, ZeroConfig())[0]
     kind, chip = _platform(platform)
     if isinstance(merge_mb, bool) or not isinstance(merge_mb, (int, float)) or merge_mb < 0:
         raise ValueError(f"merge_mb={merge_mb!r} must be a number of MiB, at least 0")
@@ -110,15 +110,6 @@ _FUSION_OPTIONS = (
     "xla_tpu_enable_async_collective_fusion_multiple_steps",
     "xla_tpu_overlap_compute_collective_tc",
 )
-
-
-def _config(zero: Any) -> ZeroConfig:
-    if zero is None:
-        return ZeroConfig()
-    config = zero if isinstance(zero, ZeroConfig) else getattr(zero, "config", None)
-    if not isinstance(config, ZeroConfig):
-        raise ValueError(f"zero={zero!r} must be a jzero.ZeroConfig, or made by jzero.adamw")
-    return config
 
 
 def _platform(platform: Any) -> tuple[str, str]:
