@@ -250,3 +250,19 @@ def test_training_matches_one_device(make_mesh, sharded):
     for path, x in theirs.items():
         np.testing.assert_allclose(ours[path], x, rtol=2e-5, atol=1e-6, err_msg=path)
     assert_devices_agree(ddp)
+
+
+@pytest.mark.parametrize("sync", ["eager", "lazy"])
+def test_shards_are_cut_as_the_optimizer_cuts_them(make_mesh, sync):
+    """Else its step would gather the gradient and cut it anew. Lazy buckets hold a layer each."""
+    mesh = make_mesh(4)
+    tx = jzero.adamw(1e-2, zero=jzero.ZeroConfig(mesh=mesh, param_sync=sync))
+    ddp = jzero.DistributedDataParallel(MLP(), mesh)
+    _, grads = ddp.value_and_grad(loss_fn, zero=tx)(ddp, split(data(), mesh))
+
+    def is_shards(x: Any) -> bool:
+        return isinstance(x, jzero.GradShards)
+
+    (shards,) = filter(is_shards, jax.tree.leaves(grads, is_leaf=is_shards))
+    assert shards.layout == tx.layout(ddp.params)
+    assert (len(shards.layout.buckets) > 1) == (sync == "lazy")
