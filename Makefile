@@ -15,6 +15,8 @@ NEWEST_TESTS ?= tests/distributed/test_training.py \
   tests/test_reduction.py tests/test_report.py tests/test_step.py
 WHEEL_TESTS  ?= tests/test_layers.py tests/test_public_api.py tests/test_packaging.py
 PYTEST_ARGS  ?=
+# Tests run in so many processes. Each takes up to 4 GB; JOBS=1 runs them in make's own.
+JOBS         ?= 2
 DEMO_ARGS    ?=
 BENCHES      ?= $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 BENCH_ARGS   ?=
@@ -22,6 +24,8 @@ BENCH_ARGS   ?=
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install -qq --progress-bar off --root-user-action ignore
+# Each process begins with a run of neighbours, which share compiled programs.
+PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist worksteal)
 
 # An environment of ours sees no other environment's modules.
 unexport PYTHONPATH PYTHONHOME
@@ -74,7 +78,7 @@ demo: $(VENV)/.installed-examples ## Train a GPT on 8 devices, optimizer state s
 	@$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev ## Run the tests
-	@$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(TESTS) $(PARALLEL) $(PYTEST_ARGS)
 
 # ---------------------------------------------------------------- what a developer runs
 
@@ -83,7 +87,7 @@ test-slow: $(VENV)/.installed-dev ## Run only the tests marked slow
 
 test-newest: $(NEWEST)/.installed-dev ## Run the tests on the newest Python and jax found
 	@$(NEWEST)/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	@$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(PYTEST_ARGS)
+	@$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(PARALLEL) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	@$(BIN)/ruff check

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
+from jzero._ckpt_format import absolute
 from jzero._ckpt_restore import restore_view
 from jzero._ckpt_save import Saving, start_save
 from jzero._ckpt_source import open_source
@@ -61,7 +62,7 @@ def save(
         )
     view = view_of(state, params)
     number = _completed(view) if step is None else int(step)
-    return start_save(Path(path).absolute(), view, number, not wait, timeout)
+    return start_save(absolute(path), view, number, not wait, timeout)
 
 
 def restore(
@@ -100,7 +101,7 @@ def restore(
     if hyperparameters not in ("new", "file"):
         raise ValueError(f"hyperparameters={hyperparameters!r}: use 'new' or 'file'")
     return restore_with(
-        Path(path),
+        absolute(path),
         like,
         mesh=mesh,
         cast=cast,
@@ -136,7 +137,7 @@ def verify(path: str | os.PathLike[str]) -> int:
     Raises:
       CheckpointError: the first file that is missing, cut short, altered or another's.
     """
-    source = open_source(Path(path).absolute())
+    source = open_source(absolute(path))
     source.streams.verify()
     return source.manifest.step
 
@@ -147,7 +148,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
     Raises:
       CheckpointError: there is none, or its manifest is damaged.
     """
-    return open_source(Path(path).absolute()).manifest.step
+    return open_source(absolute(path)).manifest.step
 
 
 def _pair(like: Any) -> tuple[Any, Any]:

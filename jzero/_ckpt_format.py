@@ -24,6 +24,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = [
     "NodeEntry",
     "Piece",
     "StreamEntry",
+    "absolute",
     "read_manifest",
     "write_manifest",
 ]
@@ -50,6 +52,22 @@ MANIFEST = "manifest.json"
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or does not fit what it is to be restored onto. The
     message names the file and the parameter's path; nothing has been changed."""
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder or file.
+
+    Raises:
+      ValueError: a URL such as ``gs://bucket/run``, which as a path would be a folder of this
+        machine: each process would write into its own.
+    """
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # Path("gs://a") has lost a slash
+        raise ValueError(
+            f"a checkpoint's path must lie in a file system that is mounted, got the URL {text!r}; "
+            "mount the bucket or a shared disk on every host and give the path there"
+        )
+    return Path(text).absolute()
 
 
 @dataclasses.dataclass(frozen=True)

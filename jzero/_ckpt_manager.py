@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jzero._ckpt_files import restore, save, step_number, verify
-from jzero._ckpt_format import MANIFEST, CheckpointError, read_manifest
+from jzero._ckpt_format import MANIFEST, CheckpointError, absolute, read_manifest
 from jzero._ckpt_save import Saving
 
 __all__ = ["Manager"]
@@ -59,7 +59,7 @@ class Manager:
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Manager({name}={value!r}) must be an integer of at least 1")
-        self.folder = Path(folder).absolute()
+        self.folder = absolute(folder)
         self.keep = keep
         self.every = every
         self.background = background

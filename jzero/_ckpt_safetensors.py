@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._ckpt_dict import INNER, KEY, STEP, inner_of, prefix_of, shapes_of, stream_of
-from jzero._ckpt_format import CheckpointError
+from jzero._ckpt_format import CheckpointError, absolute
 from jzero._ckpt_save import whole
 from jzero._ckpt_view import view_of
 
@@ -80,7 +79,7 @@ def write_safetensors(path: str | os.PathLike[str], state: Any, params: Any) -> 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     own = jax.process_index() == 0
-    target = Path(path).absolute()
+    target = absolute(path)
     temporary = target.with_name(f".{target.name}.part")
     with open(temporary if own else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -105,7 +104,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
       CheckpointError: another kind of file, or a damaged one, by name.
     """
-    path = Path(path).absolute()
+    path = absolute(path)
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -198,14 +198,23 @@ def test_integers_are_not_cast_in_silence(make_mesh: Any, tmp_path: Path):
             r"cannot run under jit",
         ),
         (lambda s, p: checkpoint.Manager("x", keep=0), r"keep=0"),
+        (lambda s, p: checkpoint.save("gs://x/y", s, p), r"mounted, got the URL 'gs://x/y'"),
+        (lambda s, p: checkpoint.save(Path("s3://x"), s, p), r"the URL 's3:/x'"),
+        (lambda s, p: checkpoint.restore("gs://x", (s, p)), r"the URL 'gs://x'"),
+        (lambda s, p: checkpoint.verify("file:///x"), r"the URL 'file:///x'"),
+        (lambda s, p: checkpoint.Manager("gs://x"), r"the URL 'gs://x'"),
+        (lambda s, p: checkpoint.write_safetensors("gs://x", s, p), r"the URL 'gs://x'"),
     ],
-    ids=["state", "params", "like", "hyperparameters", "jit", "keep"],
+    ids=[
+        *("state", "params", "like", "hyperparameters", "jit", "keep"),
+        *("save URL", "save URL path", "restore URL", "verify URL", "manager URL", "write URL"),
+    ],
 )
 def test_wrong_arguments(saved: Any, call: Any, error: str):
     _, params, state, _ = saved
     with pytest.raises(ValueError, match=error):
         call(state, params)
-    assert not Path("x").exists()
+    assert not any(Path(name).exists() for name in ("x", "gs:", "s3:", "file:"))
 
 
 def test_without_a_mesh_says_how_to_name_one(saved: Any):

@@ -14,8 +14,12 @@ set -euo pipefail
 unset http_proxy https_proxy grpc_proxy HTTP_PROXY HTTPS_PROXY
 
 # A task that fails ends all: the processes would end by themselves, one that hangs would not.
-# After a failure the job starts anew on the nodes that are left, from its newest checkpoint.
-if ! srun --kill-on-bad-exit=1 --label \
-  python train.py --checkpoint "${SCRATCH:-$PWD}/checkpoints/$SLURM_JOB_NAME"; then
+# Then the job starts anew, from its newest checkpoint, at most ten times. With --nodes=4-8 it also
+# starts where fewer nodes are left.
+srun --kill-on-bad-exit=1 --label \
+  python train.py --checkpoint "${SCRATCH:-$PWD}/checkpoints/$SLURM_JOB_NAME" && exit
+status=$?
+if [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
+exit "$status"
