@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     params = jzero.broadcast(init_params(seed=me), zero=zero)
     state: Any = tx.init(params)
-    if options.checkpoint is not None and options.checkpoint.exists():
+    if options.checkpoint is not None and jzero.checkpoint.exists(options.checkpoint):
         state, params = jzero.checkpoint.restore(options.checkpoint, like=(state, params))
     first = int(state.step)
     print(

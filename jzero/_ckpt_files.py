@@ -9,14 +9,14 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
-from jzero._ckpt_format import absolute
+from jzero._ckpt_format import MANIFEST, absolute
 from jzero._ckpt_restore import restore_view
 from jzero._ckpt_save import Saving, start_save
 from jzero._ckpt_source import open_source
 from jzero._ckpt_stream import Ledger
 from jzero._ckpt_view import View, view_of
 
-__all__ = ["restore", "restore_with", "save", "step_number", "step_of", "verify"]
+__all__ = ["exists", "restore", "restore_with", "save", "step_number", "step_of", "verify"]
 
 
 def save(
@@ -140,6 +140,16 @@ def verify(path: str | os.PathLike[str]) -> int:
     source = open_source(absolute(path))
     source.streams.verify()
     return source.manifest.step
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a checkpoint that counts, for programs that continue from it.
+
+    A folder can be there without: what is left of a first save that was cut off is not a
+    checkpoint. A damaged one is, so that ``restore`` says so instead of a run that starts anew.
+    Looks on this process only; all see the same where they see the same folder.
+    """
+    return (absolute(path) / MANIFEST).exists()
 
 
 def step_of(path: str | os.PathLike[str]) -> int:

@@ -6,6 +6,7 @@ disk] in ``_ckpt_format``; how to use it: docs/checkpoints.md.
 
 from jzero._ckpt_dict import load_state_dict as load_state_dict
 from jzero._ckpt_dict import state_dict as state_dict
+from jzero._ckpt_files import exists as exists
 from jzero._ckpt_files import restore as restore
 from jzero._ckpt_files import save as save
 from jzero._ckpt_files import step_of as step_of
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "Manager",
     "Saving",
+    "exists",
     "from_optax",
     "from_torch",
     "load_state_dict",

@@ -97,6 +97,23 @@ def test_damaged_data_is_found(saved: Any, tmp_path: Path, harm: Any, which: int
     assert checkpoint.verify(folder) == 7
 
 
+def test_exists(saved: Any, tmp_path: Path):
+    _, _, _, folder = saved
+    copy = tmp_path / "copy"
+    assert not checkpoint.exists(copy)
+    shutil.copytree(folder, copy)
+    assert checkpoint.exists(copy)
+    assert checkpoint.exists(str(copy))
+    # A damaged one is not silently begun anew.
+    cut(copy / "manifest.json")
+    assert checkpoint.exists(copy)
+    # What a first save leaves that was cut off before it counted.
+    (copy / "manifest.json").unlink()
+    assert not checkpoint.exists(copy)
+    with pytest.raises(checkpoint.CheckpointError, match="cut off before it counted"):
+        checkpoint.verify(copy)
+
+
 def test_a_file_of_another_checkpoint_is_found_by_verify(saved: Any, tmp_path: Path):
     mesh, params, _, folder = saved
     checkpoint.save(tmp_path / "other", filled(mesh, params, seed=1)[1], params, step=7)

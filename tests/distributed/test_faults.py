@@ -41,6 +41,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         pytest.param({"fault": "kill", "at": 10}, 1, 8, id="in-a-step"),
         # Process 0 keeps the coordination service, and is the one that publishes a checkpoint.
         pytest.param({"fault": "kill in save", "at": 7}, 0, 4, id="in-a-save"),
+        # A folder is left that holds no checkpoint: the restart begins anew.
+        pytest.param({"fault": "kill in save", "at": 3}, 0, 0, id="in-the-first-save"),
     ],
 )
 def test_a_killed_process_and_a_restart_with_fewer(

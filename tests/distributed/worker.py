@@ -119,7 +119,7 @@ def main(options: Options) -> None:
         return params, state, loss
 
     first = 0
-    if options.save and Path(options.save).exists():
+    if options.save and jzero.checkpoint.exists(options.save):
         state, params = jzero.checkpoint.restore(options.save, like=(state, params))
         first = int(state.step)
     print(f"process {me} of {count} begins at step {first}", flush=True)
