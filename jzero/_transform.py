@@ -210,12 +210,14 @@ def adamw(
 def _check_hyperparameters(where: str, values: Mapping[str, Any]) -> None:
     """Ranges of what is a number already; schedules and arrays are taken as they are."""
     for name, value in values.items():
-        if callable(value) or isinstance(value, (jax.Array, np.ndarray)):
+        if callable(value) or (isinstance(value, (jax.Array, np.ndarray)) and not value.ndim):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
             raise ValueError(
                 f"{where}: {name} must be a number, a scalar array or a schedule, got {value!r}"
             )
+        if not np.isfinite(value):
+            raise ValueError(f"{where}: {name} must be finite, got {value}")
         if name in ("b1", "b2") and not 0 <= value < 1:
             raise ValueError(f"{where}: {name} must be at least 0 and below 1, got {value}")
         if name in ("eps", "eps_root") and value < 0:
@@ -239,7 +241,11 @@ def _transformation(
     config = ZeroConfig() if config is None else config
     if not isinstance(config, ZeroConfig):
         raise ValueError(f"zero={config!r} must be a jzero.ZeroConfig")
-    if isinstance(clip_norm, (int, float)) and not clip_norm > 0:
+    if not (clip_norm is None or isinstance(clip_norm, (jax.Array, np.ndarray))) and (
+        isinstance(clip_norm, bool)
+        or not isinstance(clip_norm, (int, float, np.number))
+        or not clip_norm > 0
+    ):
         raise ValueError(f"clip_norm={clip_norm!r} must be positive, or None for no clipping")
     if not isinstance(skip_nonfinite, bool):
         raise ValueError(f"skip_nonfinite={skip_nonfinite!r} must be True or False")

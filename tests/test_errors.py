@@ -244,6 +244,11 @@ def test_a_zero_that_is_no_configuration():
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
+        ({"learning_rate": float("nan")}, "learning_rate must be finite, got nan"),
+        ({"weight_decay": float("inf")}, "weight_decay must be finite, got inf"),
+        ({"weight_decay": np.ones(3)}, "weight_decay must be a number, a scalar array"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan must be positive"),
+        ({"clip_norm": "1"}, "clip_norm='1' must be positive"),
         ({"b1": 1.0}, "b1 must be at least 0 and below 1, got 1.0"),
         ({"b2": -0.1}, "b2 must be at least 0 and below 1, got -0.1"),
         ({"eps": -1e-8}, "eps must not be negative"),
