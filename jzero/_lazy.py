@@ -19,7 +19,7 @@ from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Stacks, leaf_paths, pack, plan_tree, unpack
 from jzero._shards import ParamShards, bucket_spec, gather_local, param_specs
 
-__all__ = ["gather_params", "shard_params"]
+__all__ = ["gather_params", "shard_params", "stacks"]
 
 
 def shard_params(
@@ -61,7 +61,7 @@ def shard_params(
         shards=axes.shards,
         cap_bytes=config.cap_bytes,
         groups=groups,
-        stacks=_stacks(params, stacked),
+        stacks=stacks(params, stacked),
         policy=config.precision.policy,
     )
     slotted = plan.layout.by_path.keys() | plan.frozen.by_path.keys()
@@ -175,7 +175,7 @@ def _from_host(leaves: dict[str, Any], bucket: Bucket, axis: str, mesh: jax.shar
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
+def stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
     """Of which declared stack a leaf is part, checked."""
     prefixes = [stacked] if isinstance(stacked, str) else list(stacked or ())
     layers: dict[str, tuple[str, Any]] = {}

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMPILATIONS",
         help="find the largest batch that fits, by at most so many more compilations",
     )
+    add(
+        "--largest-depth",
+        type=int,
+        default=0,
+        metavar="COMPILATIONS",
+        help="find how many layers of the model's shape fit, likewise",
+    )
     add("--json", action="store_true", help="print JSON")
     add("--picture", metavar="FILE", help="draw the schedule into this file (PNG, SVG)")
 
@@ -80,10 +87,11 @@ def run(options: argparse.Namespace) -> int:
             options.topology,
             loss=loss if options.lazy else model.loss,
             batch=model.batch_shape(each * _devices(options.topology)),
-            stacked=model.stacked if options.lazy else None,
+            stacked=model.stacked if options.lazy or options.largest_depth else None,
             compare=model.loss if options.compare else False,
             compiler_options=compiler_options(zero, options.topology) if options.options else None,
             largest_batch=options.largest_batch,
+            largest_depth=options.largest_depth,
         )
     except (ValueError, ModuleNotFoundError, RuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError):

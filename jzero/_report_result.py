@@ -112,7 +112,8 @@ class Report:
       mesh: sizes of the mesh axes.
       chip: what one device can do.
       methods: ways to train; the first is the one asked for.
-      largest_batch: what the search for it found, or None.
+      largest_batch: what the search for it found (``fits``: rows a device), or None.
+      largest_depth: likewise, in stacked layers.
     """
 
     topology: str
@@ -121,6 +122,7 @@ class Report:
     chip: Chip
     methods: tuple[Method, ...]
     largest_batch: dict[str, Any] | None = None
+    largest_depth: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Method:
         for method in self.methods:
@@ -168,6 +170,7 @@ class Report:
             "chip": dataclasses.asdict(self.chip),
             "methods": methods,
             "largest_batch": self.largest_batch,
+            "largest_depth": self.largest_depth,
             "assumptions": self.assumptions,
         }
         return json.dumps(value, indent=indent)
@@ -233,13 +236,16 @@ class Report:
 
     def _notes(self) -> list[str]:
         notes: list[str] = []
-        if self.largest_batch is not None:
-            found = self.largest_batch
-            limit = found["smallest_that_does_not_fit"]
-            notes.append(
-                f"Largest batch found to fit: {found['rows_per_device']} rows a device"
-                + (f" ({limit} does not)" if limit else "")
-            )
+        for what, unit, found in (
+            ("Largest batch", "rows a device", self.largest_batch),
+            ("Deepest model", "stacked layers", self.largest_depth),
+        ):
+            if found is not None:
+                limit = found["smallest_that_does_not_fit"]
+                notes.append(
+                    f"{what} found to fit: {found['fits']} {unit}"
+                    + (f" ({limit} does not)" if limit else "")
+                )
         for m in self.methods:
             if m.timeline is None:
                 notes.append(f"{m.name}: the compiler gave up, out of memory; no schedule")

@@ -20,6 +20,7 @@ from jzero._report_programs import (
     zero_program,
 )
 from jzero._report_result import Memory, Method, Report, wires
+from jzero._report_search import deeper, depth_of, largest, rows_of, wider
 from jzero._roofline import simulate
 from jzero._targets import Target, target_of
 from jzero._transform import ZeroTransformation
@@ -42,6 +43,7 @@ def report(
     baseline: optax.GradientTransformation | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     largest_batch: int = 0,
+    largest_depth: int = 0,
 ) -> Report:
     """Compile a training step for a machine and tell what it takes there: nothing runs.
 
@@ -65,7 +67,7 @@ def report(
         it (state whose shapes depend on the number of devices).
       in_specs: for ``fn``: a tuple of PartitionSpecs (or prefixes) of params and each of args.
         None: those of their shardings; jzero's own for its states and shards; replicated.
-      stacked: for lazy sync, as for ``jzero.shard_params``.
+      stacked: for lazy sync and ``largest_depth``, as for ``jzero.shard_params``.
       mesh_shape: sizes of the mesh axes by name, in order. None: all devices on the shard axis.
       compare: compile replicated optax and annotation-sharded optax too; a function: the loss on
         whole parameters to use there.
@@ -73,6 +75,8 @@ def report(
       compiler_options: for the compiler, such as ``jzero.compiler_options`` returns.
       largest_batch: find the largest batch that fits, by at most so many more compilations of the
         first method. The dim 0 of ``batch`` is scaled.
+      largest_depth: find the deepest model that fits, likewise: the leading dim of the ``stacked``
+        leaves is scaled, so the loss must take as many layers as it is given.
 
     Returns:
       A :class:`Report`: print it, ``to_json()``, ``picture(path)``.
@@ -82,36 +86,51 @@ def report(
       ModuleNotFoundError: the machine's compiler is not installed; the message names the extra.
     """
     is_tx = isinstance(fn_or_tx, ZeroTransformation)
-    _check(fn_or_tx, is_tx, loss, batch, compare, largest_batch)
+    _check(fn_or_tx, is_tx, loss, batch, compare, largest_batch, largest_depth)
     target = target_of(topology)
-    if largest_batch and not target.chip.memory:
-        raise ValueError(f"largest_batch={largest_batch}: what fits on {topology} is not known")
+    capacity = target.chip.memory
+    depth = depth_of(params, stacked) if largest_depth else 0
+    if (largest_batch or largest_depth) and not capacity:
+        name, value = (
+            ("largest_batch", largest_batch) if largest_batch else ("largest_depth", largest_depth)
+        )
+        raise ValueError(f"{name}={value}: what fits on {topology} is not known")
     config = fn_or_tx.config if is_tx else None
     mesh = target.mesh(mesh_axes(config, len(target.devices), mesh_shape))
     options = dict(compiler_options or {})
 
-    def first(batch: Any) -> Program:
+    def first(params: Any, batch: Any) -> Program:
         if is_tx:
             return zero_program(fn_or_tx, params, mesh, loss, batch, stacked)
         return user_program(fn_or_tx, params, args, mesh, in_specs)
 
+    def measured(params: Any, batch: Any) -> Method:
+        return _measure(first(params, batch), target, mesh, options)
+
     with jax.set_mesh(mesh):
-        programs = [first(batch)]
+        programs = [first(params, batch)]
         if compare and loss is not None:
             plain = compare if callable(compare) else loss
             inner = optax.adamw(1e-4) if baseline is None else baseline
             axis = config.axis if config is not None else mesh.axis_names[0]
             programs += optax_programs(inner, params, mesh, plain, batch, axis)
         methods = [_measure(program, target, mesh, options) for program in programs]
-        largest = None
+        widest = deepest = None
         if largest_batch:
-            largest = _largest(
-                lambda b: _measure(first(b), target, mesh, options),
-                batch,
-                mesh.size,
+            widest = largest(
+                lambda rows: measured(params, wider(batch, mesh.size, rows)),
+                rows_of(batch, mesh.size),
                 methods[0],
-                target.chip.memory,
+                capacity,
                 largest_batch,
+            )
+        if largest_depth:
+            deepest = largest(
+                lambda layers: measured(deeper(params, stacked, layers), batch),
+                depth,
+                methods[0],
+                capacity,
+                largest_depth,
             )
     return Report(
         topology=topology,
@@ -119,7 +138,8 @@ def report(
         mesh=dict(mesh.shape),
         chip=target.chip,
         methods=tuple(methods),
-        largest_batch=largest,
+        largest_batch=widest,
+        largest_depth=deepest,
     )
 
 
@@ -130,6 +150,7 @@ def _check(
     batch: Any,
     compare: Any,
     largest_batch: int,
+    largest_depth: int,
 ) -> None:
     if not is_tx and not callable(fn_or_tx):
         raise ValueError(
@@ -143,8 +164,9 @@ def _check(
         raise ValueError(f"loss and batch go together: {missing} is None")
     if compare and loss is None:
         raise ValueError("compare=True needs loss and batch: optax's steps are built of them")
-    if largest_batch and loss is None:
-        raise ValueError(f"largest_batch={largest_batch} needs loss and batch")
+    for name, value in (("largest_batch", largest_batch), ("largest_depth", largest_depth)):
+        if value and loss is None:
+            raise ValueError(f"{name}={value} needs loss and batch")
 
 
 def _measure(
@@ -208,56 +230,3 @@ def _used(message: str) -> int | None:
     if found is None:
         return None
     return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))
-
-
-def _largest(
-    measure: Callable[[Any], Method],
-    batch: Any,
-    devices: int,
-    known: Method,
-    capacity: int,
-    compilations: int,
-) -> dict[str, Any]:
-    """The largest batch found to fit, in rows a device."""
-    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
-    unit = max(1, rows // devices)
-
-    def scaled(each: int) -> Any:
-        def one(x: Any) -> Any:
-            if not x.ndim:
-                return x
-            return jax.ShapeDtypeStruct((x.shape[0] // unit * each, *x.shape[1:]), x.dtype)
-
-        return jax.tree.map(one, batch)
-
-    tried: dict[int, tuple[int, bool]] = {unit: (known.memory.peak, bool(known.fits))}
-    for _ in range(compilations):
-        guess = _guess(tried, capacity)
-        if guess is None:
-            break
-        method = measure(scaled(guess))
-        tried[guess] = (method.memory.peak, bool(method.fits))
-    return {
-        "rows_per_device": max((n for n, (_, fits) in tried.items() if fits), default=0),
-        "smallest_that_does_not_fit": min(
-            (n for n, (_, fits) in tried.items() if not fits), default=None
-        ),
-        "peaks": {each: peak for each, (peak, _) in sorted(tried.items())},
-    }
-
-
-def _guess(tried: dict[int, tuple[int, bool]], capacity: int) -> int | None:
-    """What to try next: where a line through the last two peaks meets the capacity, kept between
-    what fits and what does not; None where nothing lies between."""
-    fitting = max((n for n, (_, fits) in tried.items() if fits), default=0)
-    failing = min((n for n, (_, fits) in tried.items() if not fits), default=None)
-    if failing is not None and failing - fitting <= 1:
-        return None
-    if len(tried) == 1:
-        return fitting * 2 if fitting else max(1, (failing or 2) // 2)
-    (n, low), (m, high) = [(n, tried[n][0]) for n in sorted(tried)][-2:]
-    slope = (high - low) / (m - n)
-    guess = m + int((capacity - high) // slope) if slope > 0 else 4 * m
-    if failing is None:
-        return max(guess, fitting + 1)
-    return min(max(guess, fitting + 1), failing - 1)

@@ -86,7 +86,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "distributed",
     ),
     # Programs made of the faces.
-    "L5": ("_report_programs", "_report_cli", "report", "cli"),
+    "L5": ("_report_programs", "_report_search", "_report_cli", "report", "cli"),
 }
 FACES = "L4"
 # A subcommand stands for a face and imports it where it runs: `jzero launch` must not load what

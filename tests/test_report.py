@@ -1,5 +1,6 @@
 """jzero.report and jzero.compiler_options: what compiled programs hold, told from their text."""
 
+import dataclasses
 import importlib.resources
 import importlib.util
 import io
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jzero
+from jzero import _report_search as search
 from jzero import _targets, cli
 from jzero._hlo import parse
 from jzero._hlo_collectives import collectives
@@ -210,15 +212,29 @@ def test_finds_the_largest_batch(largest, bend):
         return report_module.Method("", memory, peak <= capacity, None, (), 0.0)
 
     capacity = 1000 + 10 * largest + 5 + (bend if largest > 50 else 0)
-    search = report_module._largest
-    batch = {"x": jax.ShapeDtypeStruct((8 * 4, 3), jnp.float32), "scale": jnp.float32(1)}
-    found = search(
-        lambda b: method(b["x"].shape[0] // 8), batch, 8, method(4), capacity, compilations=8
-    )
-    assert found["rows_per_device"] == largest
+    found = search.largest(method, 4, method(4), capacity, compilations=8)
+    assert found["fits"] == largest
     assert found["smallest_that_does_not_fit"] == largest + 1
     with pytest.raises(ValueError, match="is not known"):
         jzero.report(adamw(), SHAPES, "cpu:8", loss=loss, batch=BATCH, largest_batch=3)
+
+
+def test_finds_the_deepest_model(monkeypatch):
+    capacity = 400_000
+    chip = dataclasses.replace(_targets.CHIPS["cpu"], memory=capacity)
+    monkeypatch.setitem(_targets.CHIPS, "cpu", chip)
+    report = jzero.report(
+        adamw(), SHAPES, "cpu:8", loss=loss, batch=BATCH, stacked="layers", largest_depth=6
+    )
+    found = report.largest_depth
+    fits, limit = found["fits"], found["smallest_that_does_not_fit"]
+    assert limit == fits + 1
+    assert found["peaks"][fits] <= capacity < found["peaks"][limit]
+    # Of a layer: weights, a float32 gradient, moments on an eighth, activations of its rows.
+    assert found["peaks"][limit] - found["peaks"][fits] >= WIDTH * WIDTH * (4 + 4 + 1)
+    assert f"Deepest model found to fit: {fits} stacked layers ({limit} does not)" in str(report)
+    with pytest.raises(ValueError, match=r"stacked=None must name stacks"):
+        jzero.report(adamw(), SHAPES, "cpu:8", loss=loss, batch=BATCH, largest_depth=3)
 
 
 # ---------------------------------------------------------------- reading schedules
