@@ -45,7 +45,7 @@ class Program:
 
 def jzero_jit(size: _models.Size, mesh: Mesh) -> Program:
     """Plain jit: ``jzero.value_and_grad`` and ``tx.step``."""
-    tx = _jzero(size, mesh)
+    tx = _jzero(size, mesh, stacked="layers" if size.scanned else ())
     value_and_grad = jzero.value_and_grad(functools.partial(_models.loss_fn, size), zero=tx)
 
     def step(params: Any, state: Any, tokens: Array) -> Any:

@@ -42,6 +42,7 @@ __all__ = [
     "shaped",
     "total",
     "vary",
+    "whole_bucket",
 ]
 
 
@@ -87,10 +88,10 @@ def reduce_scatter(
     narrow = codec.wide and codec.grad.itemsize == 1
     flat = pack(grads, bucket, codec.state if narrow else codec.grad)
     at = 1 if is_whole(grads, bucket) else 0  # 1: all rows of a stacked bucket
-    if narrow and at == 0:
-        flat = flat.reshape(-1)
+    if narrow:
+        flat = flat.reshape(*flat.shape[:at], -1)
     if axes.shard not in owed or axes.shards == 1:
-        shard = jax.vmap(lambda row: own_shard(row, axes))(flat) if at else own_shard(flat, axes)
+        shard = own_shard(flat, axes, at)
     elif codec.wide:
         split = (axes.shards, flat.shape[at] // axes.shards)
         rows = flat.reshape(*flat.shape[:at], *split, *flat.shape[at + 1 :])
@@ -105,7 +106,7 @@ def reduce_scatter(
         shard = lax.optimization_barrier(shard)
     if axes.replica in owed:
         shard = psum_replicas(shard, axes)
-    return shard if at else shard.reshape(-1)
+    return shard.reshape(*shard.shape[:at], -1)
 
 
 def _as_partial(x: Array, missing: frozenset[str], axes: Axes) -> Array:
@@ -120,42 +121,56 @@ def _as_partial(x: Array, missing: frozenset[str], axes: Axes) -> Array:
     return x
 
 
-def own_shard(packed: Array, axes: Axes) -> Array:
-    """This device's slice of a replicated bucket as ``pack`` gives it. No communication."""
+def own_shard(packed: Array, axes: Axes, at: int = 0) -> Array:
+    """This device's slice of a replicated bucket as ``pack`` gives it, (shard,). No communication.
+
+    Of all layers of a stacked bucket, ``at=1``: (layers, row_shard).
+    """
+    flat = (*packed.shape[:at], -1)
     if axes.shards == 1:  # a shard varies over its axis, of any size
-        return vary(packed.reshape(-1), axes, (axes.shard,))
-    index, count = lax.axis_index(axes.shard), packed.shape[0] // axes.shards
-    if packed.shape[0] < 2**31:
-        return lax.dynamic_slice_in_dim(packed, index * count, count).reshape(-1)
+        return vary(packed.reshape(flat), axes, (axes.shard,))
+    index, count = lax.axis_index(axes.shard), packed.shape[at] // axes.shards
+    if packed.shape[at] < 2**31:
+        return lax.dynamic_slice_in_dim(packed, index * count, count, at).reshape(flat)
     # An element offset would exceed int32. Rows do not, but TPU copies the whole bucket to them.
-    rows = packed.reshape(axes.shards, count)
-    return lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
+    rows = packed.reshape(*packed.shape[:at], axes.shards, count)
+    return lax.dynamic_index_in_dim(rows, index, at, keepdims=False)
 
 
-def all_gather(shard: Array, axes: Axes) -> Array:
-    """The bucket of which each device has a shard, as ``shaped`` gives it; equal on all devices."""
+def all_gather(wire: Array, axes: Axes, at: int = 0) -> Array:
+    """What each device has a part of along dim ``at``, equal on all devices."""
     if axes.shards == 1:
-        return _alone(shard, axes.shard)
-    return lax.all_gather(shard, axes.shard, tiled=True, to="invarying")
+        return _alone(wire, axes.shard)
+    return lax.all_gather(wire, axes.shard, axis=at, tiled=True, to="invarying")
 
 
-def settled(gathered: Array) -> Array:
-    """A gathered array, as the result of arithmetic.
+def whole_bucket(shard: Array, bucket: Bucket, axes: Axes) -> Array:
+    """The bucket of which each device has a (shard,), all layers, as ``unpack_all`` takes it; equal
+    on all devices. One all-gather."""
+    at = 1 if bucket.layers else 0
+    return all_gather(shaped(shard, bucket, all_layers=True), axes, at)
+
+
+def settled(gathered: Array, shard: Array, axes: Axes) -> Array:
+    """What was gathered of ``shard``, as the result of arithmetic.
 
     On TPU an all-gather does not write into the memory of a donated argument: where its result is
     the program's, XLA copies the old parameter at the start, to have room, and the new one at the
     end. A result of arithmetic goes there as it is computed, and the old one stays where it is.
     """
 
-    def through(x: Array) -> Array:
-        return opaque(x, runtime_zero(x[(0,) * x.ndim]))
+    def through(x: Array, shard: Array) -> Array:
+        # Any number that is known only at run time will do, and zero is the same on all devices.
+        return opaque(x, _alone(runtime_zero(shard[(0,) * shard.ndim]), axes.shard))
 
-    return lax.platform_dependent(gathered, tpu=through, default=lambda x: x)
+    return lax.platform_dependent(gathered, shard, tpu=through, default=lambda x, _: x)
 
 
-def shaped(shard: Array, bucket: Bucket) -> Array:
-    """A (shard,) in the shape in which it travels; see ``Bucket.dims``."""
-    return shard if bucket.dims is None else shard.reshape(-1, bucket.dims[1])
+def shaped(shard: Array, bucket: Bucket, *, all_layers: bool = False) -> Array:
+    """A (shard,) in the shape in which it travels; see ``Bucket.dims``. Of a stacked bucket: one
+    layer, or ``all_layers``, which are then the first dim."""
+    lead = (bucket.layers,) if all_layers and bucket.layers else ()
+    return shard.reshape(*lead, -1, *(bucket.dims or ())[1:])
 
 
 def psum(x: Array, axes: Axes) -> Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -34,6 +35,10 @@ class ZeroConfig:
       param_sync: "eager" all-gathers the updated parameters at the end of the step. "lazy": the
         training state holds shards of them (``jzero.shard_params``), gathered inside the loss
         (``jzero.gather_params``).
+      stacked: path prefixes (one, or a tuple) such as ``"layers"`` of subtrees whose leaves have
+        one leading dim of layers that a scan runs one after another: each layer is padded and
+        sharded by itself, and its gradient is reduced inside the loop of the backward pass; see
+        docs/lazy.md. Also what ``jzero.shard_params`` takes by default.
       precision: a :class:`Precision`.
 
     Raises:
@@ -46,6 +51,7 @@ class ZeroConfig:
     bucket_mb: float = 100.0
     average: bool = True
     param_sync: Literal["eager", "lazy"] = "eager"
+    stacked: str | Sequence[str] = ()
     precision: Precision = dataclasses.field(default_factory=Precision)
 
     def __post_init__(self) -> None:
@@ -85,6 +91,15 @@ class ZeroConfig:
             )
         if self.param_sync not in ("eager", "lazy"):
             raise ValueError(f"ZeroConfig(param_sync={self.param_sync!r}): use 'eager' or 'lazy'")
+        prefixes = (self.stacked,) if isinstance(self.stacked, str) else self.stacked
+        if not isinstance(prefixes, Sequence) or not all(
+            isinstance(prefix, str) and prefix for prefix in prefixes
+        ):
+            raise ValueError(
+                f"ZeroConfig(stacked={self.stacked!r}) must be a path prefix such as 'layers', or "
+                "a tuple of them"
+            )
+        object.__setattr__(self, "stacked", tuple(prefixes))  # hashable, and one form of a value
         if not isinstance(self.precision, Precision):
             raise ValueError(f"ZeroConfig(precision={self.precision!r}) must be a jzero.Precision")
 

@@ -22,16 +22,16 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._batch import batch_specs, check_loss, merged
 from jzero._codec import Codec, codec_of
-from jzero._collectives import divide, psum_replicas, total, vary
+from jzero._collectives import divide, psum_replicas, reduce_scatter, total, vary
 from jzero._config import ZeroConfig, config_and_groups
 from jzero._gather import weighed
-from jzero._layout import path_string
+from jzero._layout import Bucket, path_string
+from jzero._loops import reduce_in_loops
 from jzero._mesh import Axes, on_mesh, resolve_axes
 from jzero._pack import Plan, leaf_paths
 from jzero._plans import plan_params
 from jzero._shards import ParamShards
 from jzero._state import GradShards, partition_specs
-from jzero._step import reduce_gradients
 
 __all__ = ["accumulate", "value_and_grad"]
 
@@ -87,7 +87,7 @@ def value_and_grad(
     def body(args: tuple[Any, ...], work: _Work) -> Any:
         params, others = args[argnums], (*args[:argnums], *args[argnums + 1 :])
         local = work.local(params)(others, argnums)
-        return _finish(local, work.scatter(local.grads), 1, work)
+        return _finish(local, work.scatter(local.grads, local.shards), 1, work)
 
     return _faced(body, argnums, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=0)
 
@@ -134,11 +134,13 @@ def accumulate(
 
     def body(args: tuple[Any, ...], work: _Work) -> Any:
         params, batches = args
-        run = work.local(params)
+        run = work.local(params, early=sync == "every")
 
         def part(batch: Any) -> tuple[Any, Any]:
             local = run((batch,), 0)
-            grads = local.grads if sync == "last" else work.scatter(local.grads)
+            grads: Any = local.grads
+            if sync == "every":
+                grads = work.scatter(local.grads, local.shards)
             return (local.loss, local.weight, grads), local.aux
 
         def micro(sums: Any, batch: Any) -> tuple[Any, Any]:
@@ -154,8 +156,8 @@ def accumulate(
         like, _ = jax.eval_shape(part, jax.tree.map(lambda x: x[0], batches))
         zeros = jax.tree.map(zero_like, like)
         (loss, weight, grads), aux = lax.scan(micro, zeros, batches)
-        shards = work.scatter(grads) if sync == "last" else grads
-        return _finish(_Local(loss, weight, aux, {}), shards, steps, work)
+        shards = work.scatter(grads, {}) if sync == "last" else grads
+        return _finish(_Local(loss, weight, aux, {}, {}), shards, steps, work)
 
     faced = _faced(body, 0, _Loss(loss_fn, has_aux, weighted), zero, batch_dim=1)
 
@@ -183,13 +185,14 @@ class _Loss(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """One device's part: weighted loss, weight, aux, and weighted gradient: partial by path, or,
-    by parameter shards, a shard of its sum over all devices a bucket."""
+    """One device's part: weighted loss, weight, aux, and weighted gradient: partial by path, and,
+    by number of the bucket, shards of its sum over all devices."""
 
     loss: Array
     weight: Array
     aux: Any
-    grads: dict[str, Array] | tuple[Array, ...]
+    grads: dict[str, Array]
+    shards: dict[int, Array]
 
 
 class _Work(NamedTuple):
@@ -205,8 +208,9 @@ class _Work(NamedTuple):
     def codecs(self) -> list[Codec]:
         return [codec_of(bucket, self.config.precision) for bucket in self.plan.layout.buckets]
 
-    def local(self, params: Any) -> Callable[[tuple[Any, ...], int], _Local]:
-        """A function of the other arguments and the position of params among them."""
+    def local(self, params: Any, *, early: bool = True) -> Callable[[tuple[Any, ...], int], _Local]:
+        """A function of the other arguments and the position of params among them. ``early``:
+        stacked buckets are reduced in the loops that compute their gradients, where possible."""
         if isinstance(params, ParamShards):
             return functools.partial(self._local_of_shards, params)
         leaves = self.plan.leaves(params)
@@ -218,20 +222,39 @@ class _Work(NamedTuple):
         # Varying parameters: autodiff then leaves the partial sum alone, to be scattered once.
         trained = vary(trained, self.axes)
 
+        stacked = [b for b in self.plan.layout.buckets if b.layers and early]
+
         def run(others: tuple[Any, ...], position: int) -> _Local:
             def loss_of(trained: dict[str, Array]) -> tuple[Array, Any]:
                 rebuilt = self.plan.rebuild({**leaves, **trained})
                 return self._call(rebuilt, others, position)
 
-            (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
+            def unreduced(trained: dict[str, Array]) -> Any:
+                (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
+                if weight is not None:
+                    weight = vary(jnp.asarray(weight, jnp.float32), self.axes)
+                return (loss, weight, aux), grads
+
+            if stacked:
+                (loss, weight, aux), grads, shards = reduce_in_loops(
+                    unreduced, trained, stacked, self._shard, lambda rest: rest[1]
+                )
+            else:
+                ((loss, weight, aux), grads), shards = unreduced(trained), {}
             loss = vary(loss, self.axes)
-            if not self.loss.weighted:
-                return _Local(loss, vary(jnp.float32(1), self.axes), aux, grads)
-            weight = vary(jnp.asarray(weight, jnp.float32), self.axes)
+            if weight is None:
+                return _Local(loss, vary(jnp.float32(1), self.axes), aux, grads, shards)
             grads = jax.tree.map(lambda g: weighed(g, weight), grads)
-            return _Local(weighed(loss, weight), weight, aux, grads)
+            return _Local(weighed(loss, weight), weight, aux, grads, shards)
 
         return run
+
+    def _shard(self, bucket: Bucket, leaves: dict[str, Array], weight: Array | None) -> Array:
+        """A bucket's local gradients, of all layers or of one, as a float32 shard of their sum."""
+        if weight is not None:
+            leaves = {slot.path: weighed(leaves[slot.path], weight) for slot in bucket.slots}
+        codec, owed = self.codecs[bucket.number], frozenset(self.axes.names)
+        return reduce_scatter(leaves, bucket, self.axes, codec, owed).astype(codec.state)
 
     def _call(
         self, params: Any, others: tuple[Any, ...], position: int
@@ -269,17 +292,15 @@ class _Work(NamedTuple):
         if self.loss.weighted:
             loss = weighed(loss, weight)
             grads = tuple(psum_replicas(g, self.axes) for g in grads)
-        return _Local(loss, weight, aux, grads)
+        return _Local(loss, weight, aux, {}, dict(enumerate(grads)))
 
-    def scatter(self, grads: dict[str, Array] | tuple[Array, ...]) -> GradShards:
-        """Reduce-scatter partial gradients: float32 shards of their sum."""
-        if isinstance(grads, tuple):
-            flat = tuple(g.reshape(-1) for g in grads)
-            return GradShards(flat, self.plan.layout, self.axes.shard)
-        codecs, owed = self.codecs, frozenset(self.axes.names)
-        shards = reduce_gradients(grads, self.plan.layout, self.axes, codecs, owed)
-        wide = tuple(s.astype(c.state) for s, c in zip(shards, codecs, strict=True))
-        return GradShards(wide, self.plan.layout, self.axes.shard)
+    def scatter(self, grads: dict[str, Array], shards: dict[int, Array]) -> GradShards:
+        """Reduce-scatter what is not reduced yet: float32 shards of the sum."""
+        flat = tuple(
+            (shards[i] if i in shards else self._shard(bucket, grads, None)).reshape(-1)
+            for i, bucket in enumerate(self.plan.layout.buckets)
+        )
+        return GradShards(flat, self.plan.layout, self.axes.shard)
 
 
 def _finish(local: _Local, shards: GradShards, steps: int, work: _Work) -> Any:

@@ -15,10 +15,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jzero._codec import Codec
-from jzero._collectives import all_gather, own_shard, settled, shaped
+from jzero._collectives import all_gather, own_shard, settled, whole_bucket
 from jzero._layout import Bucket
 from jzero._mesh import Axes
-from jzero._pack import Plan, pack, unpack
+from jzero._pack import Plan, pack, unpack_all
 from jzero._shards import ParamShards, param_specs
 from jzero._update import Emit
 
@@ -83,18 +83,23 @@ class Replicated:
         return [slot.path for slot in bucket.slots]
 
     def take(self, entries: dict[Any, Array], bucket: Bucket, codec: Codec, axes: Axes) -> Array:
-        return own_shard(pack(entries, bucket, codec.leaf), axes)
+        at = 1 if bucket.layers else 0
+        return own_shard(pack(entries, bucket, codec.leaf), axes, at).reshape(-1)
 
     def give(
         self, shard: Array, bucket: Bucket, codec: Codec, axes: Axes, how: Emit
     ) -> dict[Any, Array]:
         if how == "param" and codec.out != codec.sync:
-            flat = codec.received(all_gather(codec.sent(shard), axes), axes.shards)
-            return dict(unpack(flat.astype(codec.leaf), bucket))
-        gathered = all_gather(shaped(shard, bucket), axes)
+            rows = shard.reshape(bucket.layers, -1) if bucket.layers else shard
+            sent = all_gather(codec.sent(rows), axes, rows.ndim - 1)
+            flat = codec.received(sent, axes.shards)
+            return dict(unpack_all(flat.astype(codec.leaf), bucket))
+        gathered = whole_bucket(shard, bucket, axes)
         if how == "param":
             gathered = gathered.astype(codec.leaf)
-        return dict(unpack(settled(gathered) if bucket.dims else gathered, bucket))
+        if bucket.dims:
+            gathered = settled(gathered, shard, axes)
+        return dict(unpack_all(gathered, bucket))
 
     def others(self, params: Any) -> dict[Any, Any]:
         trains = dict(zip(self.plan.paths, self.plan.trains, strict=True))

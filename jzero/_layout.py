@@ -257,6 +257,7 @@ def plan_layout(
     alignment: int | None = None,
     order: Sequence[str] | None = None,
     first_cap_bytes: int | None = None,
+    whole_stacks: bool = False,
 ) -> Layout:
     """Distribute leaves over buckets.
 
@@ -264,8 +265,8 @@ def plan_layout(
     the result does not depend on the order in which they are passed. Each (dtype, group, block,
     layers, policy) fills a bucket until the next leaf would take it over the cap, then starts
     another. A leaf of at least the cap has a bucket of its own and leaves the open one open. A
-    zero-size leaf joins the open bucket. Of stacked leaves, one layer's bytes count. Every bucket
-    is sized to its content, so a large cap costs a small model nothing.
+    zero-size leaf joins the open bucket. Every bucket is sized to its content, so a large cap
+    costs a small model nothing.
 
     Args:
       leaves: the trainable arrays.
@@ -277,6 +278,8 @@ def plan_layout(
         name each leaf once.
       first_cap_bytes: a smaller cap of the first bucket of each such key, so that its
         communication starts early. None: ``cap_bytes``.
+      whole_stacks: of stacked leaves the bytes of all layers count, for they travel together at
+        times; else those of one layer.
 
     Returns:
       The layout; an empty one for no leaves.
@@ -302,7 +305,7 @@ def plan_layout(
     first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
     for path, leaf in _in_order(list(leaves), order):
         size = math.prod(leaf.shape[1:] if leaf.layers else leaf.shape)
-        nbytes = size * leaf.itemsize
+        nbytes = size * leaf.itemsize * (leaf.layers if whole_stacks and leaf.layers else 1)
         key = (leaf.dtype, leaf.group, leaf.block, leaf.layers, leaf.policy)
         index = open_bucket.get(key)
         if nbytes >= cap_bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jzero._collectives import all_gather, own_shard, shaped
+from jzero._collectives import own_shard, whole_bucket
 from jzero._config import ZeroConfig, config_and_groups
-from jzero._layout import Bucket, path_string
+from jzero._layout import Bucket
 from jzero._mesh import Axes, on_mesh, resolve_axes
-from jzero._pack import Stacks, leaf_paths, pack, plan_tree, unpack
+from jzero._pack import pack, plan_tree, unpack_all
+from jzero._plans import stacks_of
 from jzero._shards import ParamShards, bucket_spec, gather_local, param_specs
 
-__all__ = ["gather_params", "shard_params", "stacks"]
+__all__ = ["gather_params", "shard_params"]
 
 
 def shard_params(
@@ -43,7 +43,8 @@ def shard_params(
         has labels or a mask, for they shape the buckets too. None: ``ZeroConfig()``.
       stacked: path prefixes such as ``"layers"`` (or ``"decoder/layers"``) of subtrees whose leaves
         have one leading dim of layers, to be scanned: each layer is padded and sharded by itself,
-        and a scan over that part of the shards gathers one layer at a time.
+        and a scan over that part of the shards gathers one layer at a time. None: those of
+        ``ZeroConfig.stacked``.
 
     Returns:
       :class:`ParamShards`. No communication.
@@ -61,7 +62,8 @@ def shard_params(
         shards=axes.shards,
         cap_bytes=config.cap_bytes,
         groups=groups,
-        stacks=stacks(params, stacked),
+        stacks=stacks_of(params, config.stacked if stacked is None else stacked),
+        apart=True,
         policy=config.precision.policy,
     )
     slotted = plan.layout.by_path.keys() | plan.frozen.by_path.keys()
@@ -136,21 +138,15 @@ def _whole(shards: ParamShards) -> Any:
         leaves: dict[str, Array] = {}
         for layout, arrays in ((plan.layout, shards.buckets), (plan.frozen, shards.frozen)):
             for bucket, shard in zip(layout.buckets, arrays, strict=True):
-                if not bucket.layers:
-                    leaves |= unpack(all_gather(shaped(shard, bucket), axes), bucket)
-                    continue
-                rows = all_gather(jnp.moveaxis(shard.reshape(bucket.layers, -1), 1, 0), axes)
-                leaves |= jax.vmap(functools.partial(unpack, bucket=bucket), in_axes=1)(rows)
+                leaves |= unpack_all(whole_bucket(shard, bucket, axes), bucket)
         return leaves
 
     return shards.rebuilt(on_mesh(axes, body, (param_specs(shards),), jax.P(), shards))
 
 
 def _cut(leaves: dict[str, Array], bucket: Bucket, axes: Axes) -> Array:
-    flat = pack(leaves, bucket, bucket.dtype)
-    if not bucket.layers:
-        return own_shard(flat, axes)
-    shard = jax.vmap(lambda row: own_shard(row, axes))(flat)
+    packed = pack(leaves, bucket, bucket.dtype)
+    shard = own_shard(packed, axes, 1 if bucket.layers else 0)
     return shard.reshape(bucket.form(shard.size))
 
 
@@ -173,32 +169,3 @@ def _from_host(leaves: dict[str, Any], bucket: Bucket, axis: str, mesh: jax.shar
 
     sharding = NamedSharding(mesh, bucket_spec(bucket, axis))
     return jax.make_array_from_callback(shape, sharding, part)
-
-
-def stacks(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
-    """Of which declared stack a leaf is part, checked."""
-    prefixes = [stacked] if isinstance(stacked, str) else list(stacked or ())
-    layers: dict[str, tuple[str, Any]] = {}
-
-    def stack(path: str, leaf: Any) -> str | None:
-        found = [p for p in prefixes if path == p or path.startswith(f"{p}/")]
-        if not found or leaf is None:
-            return None
-        (prefix, *more), shape = found, jnp.shape(leaf)
-        if more:
-            raise ValueError(f"stacked={found} both cover {path!r}; name the outer one alone")
-        first, count = layers.setdefault(prefix, (path, shape[:1]))
-        if shape[:1] != count or count in ((), (0,)):
-            raise ValueError(
-                f"stacked={prefix!r}: {path!r} has shape {shape} and {first!r} a leading dim of "
-                f"{count}; every leaf of a stack needs the same leading dim of layers, at least 1"
-            )
-        return prefix
-
-    for path, leaf in leaf_paths(params):
-        stack(path_string(path), leaf)
-    missing = sorted(set(prefixes) - layers.keys())
-    if missing:
-        names = sorted({path_string(path[:1]) for path, _ in leaf_paths(params)})
-        raise ValueError(f"stacked={missing} name no subtree of params, which has {names[:10]}")
-    return stack

@@ -136,13 +136,15 @@ def _masked(
     """A shard with zeros in place of the elements of leaves that do not count."""
     if all(slot.path in chosen for slot in bucket.slots):
         return shard
-    here = lax.axis_index(axes.shard)
+    here, count = lax.axis_index(axes.shard), bucket.row_shard
     position = lax.iota(jnp.int32, bucket.shard)
+    if bucket.layers:  # each layer is cut by itself
+        position = position % count
 
     def edge(offset: int) -> Array:
-        """How many of this shard's elements lie before a bucket offset, within int32."""
-        row, column = divmod(offset, bucket.shard)
-        return jnp.where(here < row, bucket.shard, jnp.where(here == row, column, 0))
+        """How many of this shard's elements lie before an offset in a row, within int32."""
+        device, column = divmod(offset, count)
+        return jnp.where(here < device, count, jnp.where(here == device, column, 0))
 
     counts = jnp.zeros(bucket.shard, bool)
     for slot in bucket.slots:

@@ -10,6 +10,7 @@ leaves are sharded too, in buckets of a layout of their own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax import Array
 
 from jzero._layout import Bucket, Layout, Leaf, PathKey, Slot, path_string, plan_layout
 
-__all__ = ["Plan", "Stacks", "block_of", "leaf_paths", "pack", "plan_tree", "unpack"]
+__all__ = ["Plan", "Stacks", "block_of", "leaf_paths", "pack", "plan_tree", "unpack", "unpack_all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,7 @@ def plan_tree(
     cap_bytes: int,
     groups: Callable[[Any], dict[str, str | None]] | None = None,
     stacks: Stacks | None = None,
+    apart: bool = False,
     policy: Callable[[str], str] = lambda _: "",
 ) -> Plan:
     """Plan the buckets of a parameter tree.
@@ -115,8 +117,9 @@ def plan_tree(
       shards: devices on the shard axis.
       cap_bytes: see :func:`jzero._layout.plan_layout`.
       groups: from ``params`` to a group for every path; None freezes the leaf.
-      stacks: given for parameters that are kept as shards: then no bucket holds leaves of two
-        blocks (:func:`block_of`), and frozen leaves are planned too.
+      stacks: which leaves are stacked.
+      apart: for parameters that are kept as shards: no bucket holds leaves of two blocks
+        (:func:`block_of`), and frozen leaves are planned too.
       policy: from a path to its precision policy.
 
     Raises:
@@ -133,7 +136,7 @@ def plan_tree(
     root = _common([path for path, _ in found])
     for (path, leaf), name in zip(found, paths, strict=True):
         group = "" if group_of is None else group_of[name]
-        floating = (group is not None or stacks is not None) and _is_trainable(name, leaf)
+        floating = (group is not None or apart) and _is_trainable(name, leaf)
         trains.append(floating and group is not None)
         stack = None if stacks is None else stacks(name, leaf)
         stacked.append(stack)
@@ -143,11 +146,11 @@ def plan_tree(
             new = Leaf(path, shape, dtype.name, dtype.itemsize, group or "", policy=policy(name))
             if stack is not None:
                 new = new._replace(block=stack, layers=leaf.shape[0])
-            elif stacks is not None:
+            elif apart:
                 new = new._replace(block=block_of(path, root))
             (frozen if group is None else trained).append(new)
     return Plan(
-        plan_layout(trained, shards=shards, cap_bytes=cap_bytes),
+        plan_layout(trained, shards=shards, cap_bytes=cap_bytes, whole_stacks=not apart),
         jax.tree.structure(params, is_leaf=_is_none),
         paths,
         tuple(trains),
@@ -180,11 +183,10 @@ def pack(leaves: dict[str, Array], bucket: Bucket, dtype: Any) -> Array:
     """Leaves of one bucket, cast and laid end to end, zeros after the last: (padded,); one leaf
     that is its whole bucket as ``bucket.dims``.
 
-    Of a stacked bucket: all rows, (layers, row), or, if the leaves are those of one layer, that
-    row as above.
+    Of a stacked bucket: that of one layer, or, of all layers, (layers, ...) of them.
     """
     if is_whole(leaves, bucket):
-        return jax.vmap(lambda row: _pack_row(row, bucket, dtype).reshape(-1))(
+        return jax.vmap(lambda row: _pack_row(row, bucket, dtype))(
             {slot.path: leaves[slot.path] for slot in bucket.slots}
         )
     return _pack_row(leaves, bucket, dtype)
@@ -223,6 +225,12 @@ def unpack(flat: Array, bucket: Bucket) -> dict[str, Array]:
         )
         for slot in bucket.slots
     }
+
+
+def unpack_all(flat: Array, bucket: Bucket) -> dict[str, Array]:
+    """:func:`unpack`, for all layers of a stacked bucket: (layers, ...) of rows."""
+    one = functools.partial(unpack, bucket=bucket)
+    return jax.vmap(one)(flat) if bucket.layers else one(flat)
 
 
 def differing_slot(have: Layout, want: Layout) -> str:

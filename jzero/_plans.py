@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from jzero._codec import codec_of
 from jzero._config import ZeroConfig
 from jzero._layout import path_string
 from jzero._mesh import Axes, on_mesh
-from jzero._pack import Plan, differing_slot, leaf_paths, plan_tree
+from jzero._pack import Plan, Stacks, differing_slot, leaf_paths, plan_tree
 from jzero._shards import ParamShards, param_specs
 from jzero._state import GradShards, partition_specs
 
-__all__ = ["checked_plan", "gradient_shards", "plan_params"]
+__all__ = ["checked_plan", "gradient_shards", "plan_params", "stacks_of"]
 
 Groups = Callable[[Any], dict[str, str | None]]
 
@@ -23,15 +25,49 @@ def plan_params(params: Any, axes: Axes, config: ZeroConfig, groups: Groups | No
     """The plan of a tree of parameters."""
     if isinstance(params, ParamShards):
         return checked_plan(params, axes, config, groups)
-    stacks = None if config.param_sync == "eager" else lambda _path, _leaf: None
     return plan_tree(
         params,
         shards=axes.shards,
         cap_bytes=config.cap_bytes,
         groups=groups,
-        stacks=stacks,
+        stacks=stacks_of(params, config.stacked),
+        apart=config.param_sync == "lazy",
         policy=config.precision.policy,
     )
+
+
+def stacks_of(params: Any, stacked: str | Sequence[str] | None) -> Stacks:
+    """Of which declared stack a leaf is part, checked.
+
+    Raises:
+      ValueError: a prefix without leaves; two that cover a leaf; leaves below one whose leading
+        dims differ, by path.
+    """
+    prefixes = [stacked] if isinstance(stacked, str) else list(stacked or ())
+    layers: dict[str, tuple[str, Any]] = {}
+
+    def stack(path: str, leaf: Any) -> str | None:
+        found = [p for p in prefixes if path == p or path.startswith(f"{p}/")]
+        if not found or leaf is None:
+            return None
+        (prefix, *more), shape = found, jnp.shape(leaf)
+        if more:
+            raise ValueError(f"stacked={found} both cover {path!r}; name the outer one alone")
+        first, count = layers.setdefault(prefix, (path, shape[:1]))
+        if shape[:1] != count or count in ((), (0,)):
+            raise ValueError(
+                f"stacked={prefix!r}: {path!r} has shape {shape} and {first!r} a leading dim of "
+                f"{count}; every leaf of a stack needs the same leading dim of layers, at least 1"
+            )
+        return prefix
+
+    for path, leaf in leaf_paths(params):
+        stack(path_string(path), leaf)
+    missing = sorted(set(prefixes) - layers.keys())
+    if missing:
+        names = sorted({path_string(path[:1]) for path, _ in leaf_paths(params)})
+        raise ValueError(f"stacked={missing} name no subtree of params, which has {names[:10]}")
+    return stack
 
 
 def checked_plan(
@@ -63,6 +99,7 @@ def checked_plan(
         cap_bytes=config.cap_bytes,
         groups=groups,
         stacks=lambda path, _leaf: stacks[path],
+        apart=True,
         policy=config.precision.policy,
     )
     for have, want in ((plan.layout, new.layout), (plan.frozen, new.frozen)):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-__all__ = ["Fact", "analyze"]
+__all__ = ["Fact", "analyze", "scan_counts"]
 
 _VARIES = 1  # bit 0 of a mask; input i has bit i + 1
 
@@ -101,11 +101,7 @@ def _equation(eqn: Any, given: list[Fact], axes: frozenset[str]) -> list[Fact]:
 
 def _scan(eqn: Any, given: list[Fact], axes: frozenset[str]) -> list[Fact]:
     body = eqn.params["jaxpr"].jaxpr
-    # By shape, since jax 0.12 has no counts: what is scanned over, or stacked, has a dim more.
-    scanned = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
-    stacked = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
-    carries = len(eqn.outvars) - stacked
-    consts = len(eqn.invars) - scanned - carries
+    consts, carries = scan_counts(eqn)
     seen = [Fact(f.mask) for f in given]
     while True:
         outs = _walk(body, seen, axes)
@@ -117,6 +113,17 @@ def _scan(eqn: Any, given: list[Fact], axes: frozenset[str]) -> list[Fact]:
             # Every result of a loop is there at its end.
             return carry + [Fact(out.mask, out.zero) for out in outs[carries:]]
         seen[consts : consts + carries] = carry
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan every iteration is given whole, and how many it carries: the
+    first ones, in this order."""
+    body = eqn.params["jaxpr"].jaxpr
+    # By shape, since jax 0.12 has no counts: what is scanned over, or stacked, has a dim more.
+    scanned = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
+    stacked = sum(a.aval.ndim > b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    carries = len(eqn.outvars) - stacked
+    return len(eqn.invars) - scanned - carries, carries
 
 
 def _while(eqn: Any, given: list[Fact], axes: frozenset[str]) -> list[Fact]:

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     zero = ZeroConfig(
         bucket_mb=options.bucket_mb,
         param_sync="lazy" if options.lazy else "eager",
+        stacked=model.stacked,
         precision=Precision(grad_sync=narrow if options.lazy else None),
     )
     each = model.batch if options.batch is None else options.batch
@@ -87,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
             options.topology,
             loss=loss if options.lazy else model.loss,
             batch=model.batch_shape(each * _devices(options.topology)),
-            stacked=model.stacked if options.lazy or options.largest_depth else None,
             compare=model.loss if options.compare else False,
             compiler_options=compiler_options(zero, options.topology) if options.options else None,
             largest_batch=options.largest_batch,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jzero._layout import path_string
-from jzero._lazy import stacks
 from jzero._pack import leaf_paths
+from jzero._plans import stacks_of
 from jzero._report_result import Method
 
 __all__ = ["deeper", "depth_of", "largest", "rows_of", "wider"]
@@ -39,7 +39,7 @@ def depth_of(params: Any, stacked: str | Sequence[str] | None) -> int:
     Raises:
       ValueError: there are none, or stacks of several depths.
     """
-    stack = stacks(params, stacked)
+    stack = stacks_of(params, stacked)
     leaves = leaf_paths(params)
     found = {jnp.shape(leaf)[0] for path, leaf in leaves if stack(path_string(path), leaf)}
     if len(found) != 1:
@@ -52,7 +52,7 @@ def depth_of(params: Any, stacked: str | Sequence[str] | None) -> int:
 
 def deeper(params: Any, stacked: str | Sequence[str] | None, layers: int) -> Any:
     """The parameters' shapes with another number of stacked layers."""
-    stack = stacks(params, stacked)
+    stack = stacks_of(params, stacked)
 
     def one(path: str, leaf: Any) -> Any:
         shape = jnp.shape(leaf)

@@ -17,12 +17,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jzero._codec import Codec, Noise
-from jzero._collectives import all_gather, own_shard, reduce_scatter
+from jzero._collectives import own_shard, reduce_scatter, whole_bucket
 from jzero._homes import Home
 from jzero._layout import Bucket, Layout
 from jzero._measure import Measured, measure
 from jzero._mesh import Axes
-from jzero._pack import unpack
+from jzero._pack import unpack_all
 from jzero._state import GradShards, ZeroState
 from jzero._update import Emit, Rule, Scaling
 from jzero_kernels.adam import Random
@@ -160,7 +160,7 @@ def reduce_gradients(
 ) -> tuple[Array, ...]:
     """A (shard,) per bucket of the sum over devices; see ``reduce_scatter``."""
     return tuple(
-        reduce_scatter(grads, bucket, axes, codec, owed)
+        reduce_scatter(grads, bucket, axes, codec, owed).reshape(-1)
         for bucket, codec in zip(layout.buckets, codecs, strict=True)
     )
 
@@ -175,7 +175,7 @@ def reduced(grads: dict[str, Array] | GradShards, run: Run) -> tuple[Array, ...]
     # and cut anew. Costs an all-gather of the gradient; the transformation as zero= avoids it.
     leaves: dict[str, Array] = {}
     for bucket, shard in zip(grads.layout.buckets, grads.buckets, strict=True):
-        leaves |= unpack(all_gather(shard, run.axes), bucket)
+        leaves |= unpack_all(whole_bucket(shard, bucket, run.axes), bucket)
     exact = [dataclasses.replace(codec, grad=codec.state, wide=False) for codec in run.codecs]
     return reduce_gradients(leaves, run.layout, run.axes, exact, owed=frozenset())
 

@@ -67,7 +67,8 @@ def report(
         it (state whose shapes depend on the number of devices).
       in_specs: for ``fn``: a tuple of PartitionSpecs (or prefixes) of params and each of args.
         None: those of their shardings; jzero's own for its states and shards; replicated.
-      stacked: for lazy sync and ``largest_depth``, as for ``jzero.shard_params``.
+      stacked: for lazy sync and ``largest_depth``, as for ``jzero.shard_params``. None: what the
+        transformation's ``ZeroConfig.stacked`` says.
       mesh_shape: sizes of the mesh axes by name, in order. None: all devices on the shard axis.
       compare: compile replicated optax and annotation-sharded optax too; a function: the loss on
         whole parameters to use there.
@@ -86,6 +87,8 @@ def report(
       ModuleNotFoundError: the machine's compiler is not installed; the message names the extra.
     """
     is_tx = isinstance(fn_or_tx, ZeroTransformation)
+    if is_tx and stacked is None:
+        stacked = fn_or_tx.config.stacked
     _check(fn_or_tx, is_tx, loss, batch, compare, largest_batch, largest_depth)
     target = target_of(topology)
     capacity = target.chip.memory

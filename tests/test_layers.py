@@ -45,6 +45,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "_groups",
         "_batch",
         "_program",
+        "_loops",
         "_ckpt_codec",
         "_spread",
         "_options",
