@@ -217,14 +217,19 @@ def test_stacked_layers_are_reduced_in_the_loop(make_mesh, name: str):
     check_gradient(mesh, loss)
 
 
+def assert_near(have, want, tolerance: float = 1e-5) -> None:
+    """For parameters plus a gradient, which may cancel: both are about 1."""
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 10)
+
+
 def check_gradient(mesh, loss, config=None):
     """The gradient is that of one device."""
     config = stacked_config(mesh, bucket_mb=1.0) if config is None else config
     tx = jzero.zero(optax.sgd(-1.0), zero=config)
     have, _ = train("plain", tx, mesh, deep(), BATCHES[:1], loss)
     want, _ = train_optax(optax.sgd(-1.0), deep(), BATCHES[:1], loss)
-    tolerance = 1e-2 if loss is cast else 1e-5
-    assert_close(have, want, tolerance)
+    assert_near(have, want, 1e-2 if loss is cast else 1e-5)
 
 
 def twice(params, data):
@@ -328,7 +333,7 @@ def test_weighted(make_mesh):
     have, _ = tx.step(grads, tx.init(params), params)
     want_value, want = jax.value_and_grad(lambda p: loss(p, (x, y, counts))[0])(params)
     assert_close(value, want_value, 1e-6)
-    assert_close(have, jax.tree.map(jnp.add, params, want), 1e-5)
+    assert_near(have, jax.tree.map(jnp.add, params, want))
 
 
 @pytest.mark.parametrize("sync", ["every", "last"])
@@ -345,7 +350,7 @@ def test_accumulation(make_mesh, sync: str):
     have, _ = tx.step(grads, tx.init(params), params)
     want_loss, want = jax.value_and_grad(rematted)(params, (x, y))
     assert_close(loss, want_loss, 1e-6)
-    assert_close(have, jax.tree.map(jnp.add, params, want), 1e-5)
+    assert_near(have, jax.tree.map(jnp.add, params, want))
 
 
 def test_aux_and_arrays_that_the_loss_closes_over(make_mesh):
@@ -366,7 +371,7 @@ def test_aux_and_arrays_that_the_loss_closes_over(make_mesh):
     assert_close((loss, aux["twice"]), (want_loss, want_loss * 2), 1e-6)
     assert int(aux["count"]) == 8
     np.testing.assert_array_equal(aux["each"], batch()[0][:, 0])
-    assert_close(have, jax.tree.map(jnp.add, params, want), 1e-4)
+    assert_near(have, jax.tree.map(jnp.add, params, want))
 
 
 def test_in_a_shard_map_of_the_user_with_and_without_types(make_mesh):
@@ -386,7 +391,7 @@ def test_in_a_shard_map_of_the_user_with_and_without_types(make_mesh):
         data = split(batch(), mesh)
         assert placed(step.lower(params, data).compile()) == ["entry", "loop"]
         want = jax.grad(rematted)(params, batch())
-        assert_close(step(params, data), jax.tree.map(jnp.add, params, want), 1e-5)
+        assert_near(step(params, data), jax.tree.map(jnp.add, params, want))
 
 
 def test_frozen_leaves_of_a_stack(make_mesh):
