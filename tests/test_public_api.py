@@ -20,7 +20,7 @@ PUBLIC: dict[str, str | None] = {
     "ParamShards": "buckets frozen others probes plan config weighted",
     "Precision": ("state grad_sync param_sync master accumulate scaled rounding seed overrides"),
     "Report": "topology devices mesh chip methods largest_batch",
-    "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync precision",
+    "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync stacked precision",
     "ZeroState": "step grad_norm skipped finite master inner layout axis sharded",
     "ZeroTransformation": "machine",
     "accumulate": "loss_fn steps sync has_aux weighted zero",
