@@ -15,11 +15,12 @@ first device and zeroed on the others, so that the sum is exact.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -44,6 +45,8 @@ __all__ = [
     "vary",
     "whole_bucket",
 ]
+
+Tree = TypeVar("Tree")
 
 
 def typed(axis: str) -> bool:
@@ -195,44 +198,37 @@ def divide(x: Array, n: Array | int) -> Array:
     unless ``n`` is a power of two. A divisor that depends on the element, if only where ``x`` is
     NaN, stays a division.
     """
-    divisor = jnp.asarray(n, x.dtype)
     if isinstance(n, int) and n & (n - 1) == 0:
-        return x / divisor  # its reciprocal is exact
+        return lax.div(x, lax.full_like(x, n))  # its reciprocal is exact
+    divisor = jnp.asarray(n, x.dtype)
     return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), divisor)
 
 
-# XLA of jax 0.10 on CPU drops barriers before it merges all-reduces.
-_BARRIERS_HOLD = jax.__version_info__ >= (0, 12)
-
-
 def after(xs: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
-    """``xs``, which the compiler must believe to depend on all of ``before``; none is empty.
+    """``xs``, which the compiler must believe to depend on all of ``before``.
 
     [Note: buckets in order] XLA merges all-reduces that do not depend on each other; on CPU it
     makes one of all of them, after the backward pass. A bucket that depends on the one before it
-    stays apart, and the two leave in order. A barrier does it without touching the data. Where
-    barriers do not last, every element is chosen anew by a condition that never holds: no number
-    is both NaN and equal to itself, but no compiler simplifies that.
+    stays apart, and the two leave in order. A barrier alone does not last: XLA for CPU (jax 0.10),
+    TPU and GPU drops it before it merges all-reduces. A function that may not be inlined does, and
+    moves no data: its results are its operands.
     """
     if not before:
         return xs
-    if _BARRIERS_HOLD:
-        return lax.optimization_barrier((xs, before))[0]
-    first, *rest = (x.reshape(-1)[0] for x in before.values())
-    number = first
-    for element in rest:
-        number = number + element
-    if not jnp.issubdtype(number.dtype, jnp.floating):
-        number = lax.bitcast_convert_type(number.astype(jnp.uint32), jnp.float32)
-    never = (number != number) & (number == number)
-    return {path: jnp.where(never, first.astype(x.dtype), x) for path, x in xs.items()}
+    with set_xla_metadata(inlineable="false"):
+        return _barrier(xs, before)
 
 
-def total(x: Array, axes: Axes) -> Array:
-    """Sum over every device of the step (shard and replica axis)."""
+@jax.jit
+def _barrier(xs: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
+    return lax.optimization_barrier((xs, before))[0]
+
+
+def total(x: Tree, axes: Axes) -> Tree:
+    """Sum of each leaf over every device of the step (shard and replica axis)."""
     for axis, size in axes.sizes:
         if size == 1:
-            x = _alone(x, axis)
+            x = jax.tree.map(lambda leaf, axis=axis: _alone(leaf, axis), x)
     names = tuple(axis for axis, size in axes.sizes if size > 1)
     return lax.psum(x, names) if names else x
 

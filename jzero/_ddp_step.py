@@ -90,6 +90,7 @@ class Job(NamedTuple):
       options: of the wrapper.
       axes: the resolved mesh axes.
       sync: whether to communicate.
+      look: whether unused parameters are to be named, whatever the options.
       shards: buckets and precision of a sharded optimizer that gets the gradients; None: they are
         all-reduced.
       merge: from trained and other leaves to a model.
@@ -103,6 +104,7 @@ class Job(NamedTuple):
     options: Options
     axes: Axes
     sync: bool
+    look: bool
     shards: tuple[Layout, ZeroConfig] | None
     merge: Callable[[dict[str, Array], Sequence[Any]], Any]
     changed: Callable[[Any, Sequence[Any]], dict[int, Array]]
@@ -118,7 +120,7 @@ class Outcome(NamedTuple):
       grads: by path, or :class:`GradShards`, or :class:`LocalGrads`.
       buffers: new values of other leaves, by index.
       layout: the buckets that were all-reduced; None where there were none.
-      unused: paths of parameters that the loss does not use.
+      unused: paths of parameters that the loss does not use; empty where nobody asked.
     """
 
     loss: Array
@@ -222,19 +224,27 @@ def _device_part(
         (loss, (aux, buffers)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
         return loss, aux, buffers, grads
 
-    # Traced once: `trace` shows the program, the call below finds it in JAX's cache.
-    jitted = jax.jit(local)
-    program = jitted.trace(trained, own, mine).jaxpr
-    loss, aux, buffers, grads = result = jitted(trained, own, mine)
-    differing = _differing(trained, others, own, mine, specs, axes)
-    facts = analyze(program, differing, axes.names, axes.manual)
-    facts_of = jax.tree.unflatten(jax.tree.structure(result), facts)
-    loss_fact, _, buffer_facts, grad_facts = facts_of
-    unused = tuple(
-        path
-        for i, path in enumerate(sorted(trained))  # the order in which JAX flattens a dict
-        if not loss_fact.depends_on(i) or grad_facts[path].zero
-    )
+    unused: tuple[str, ...] = ()
+    buffer_facts: Any = {}
+    grad_facts: Any = {}
+    # Where nothing is asked of the program, tracing is all that it costs.
+    if job.look or job.options.find_unused or job.options.static_graph or others:
+        # Traced once: `trace` shows the program, the call below finds it in JAX's cache.
+        jitted = jax.jit(local)
+        program = jitted.trace(trained, own, mine).jaxpr
+        result = jitted(trained, own, mine)
+        differing = _differing(trained, others, own, mine, specs, axes)
+        facts = analyze(program, differing, axes.names, axes.manual)
+        facts_of = jax.tree.unflatten(jax.tree.structure(result), facts)
+        loss_fact, _, buffer_facts, grad_facts = facts_of
+        unused = tuple(
+            path
+            for i, path in enumerate(sorted(trained))  # the order in which JAX flattens a dict
+            if not loss_fact.depends_on(i) or grad_facts[path].zero
+        )
+    else:
+        result = local(trained, own, mine)
+    loss, aux, buffers, grads = result
     buffers = {i: x for i, x in buffers.items() if not is_key(x)}
     flat_aux, aux_tree = jax.tree.flatten(aux)
     flat_aux = [jnp.asarray(x) for x in flat_aux]

@@ -90,6 +90,8 @@ def nnx_parts(node: Any, wrt: Any) -> Parts:
         return nnx.merge(graphdef, treedef.unflatten(split.join(trained, others)))
 
     def changed(model: Any, others: Sequence[Any]) -> dict[int, Array]:
+        if not others:
+            return {}
         _, state = nnx.split(model, graph=True)
         return split.changed(leaf_paths(nnx.as_pure(state)), others)
 

@@ -214,7 +214,7 @@ def _reduced_bucket(
         parts = {path: divide(x, count) for path, x in parts.items()}
     if axes.size > 1:
         parts = after(parts, before)
-    parts = {path: total(x, axes) for path, x in parts.items()}
+    parts = total(parts, axes)
     if count > 1 and not first:
         parts = {path: divide(x, count) for path, x in parts.items()}
     return parts
@@ -251,7 +251,7 @@ def agree(
         if how == "first":
             part = jnp.where(_device_index(axes) == 0, part, jnp.zeros_like(part))
         parts.append(vary(part, axes))
-    sums = [total(part, axes) for part in parts]
+    sums = total(parts, axes)
     results: list[Array] = []
     for (x, how), s in zip(jobs, sums, strict=True):
         mean = divide(s, axes.size) if how == "mean" and axes.size > 1 else s

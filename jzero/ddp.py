@@ -312,7 +312,7 @@ class DistributedDataParallel:
         found: list[tuple[str, ...]] = []
 
         def trace(trained: Any, others: Any, args: Any) -> None:
-            found.append(run_job(job, trained, others, args, None, {}).unused)
+            found.append(run_job(job._replace(look=True), trained, others, args, None, {}).unused)
 
         jax.eval_shape(trace, parts.trained, parts.others, args)
         return found[0]
@@ -387,6 +387,7 @@ class DistributedDataParallel:
             options=static.options,
             axes=axes,
             sync=not static.no_sync,
+            look=False,
             shards=sharding_of(zero, axes, static.options, parts.params, parts.trained),
             merge=parts.merge,
             changed=parts.changed,

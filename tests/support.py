@@ -211,8 +211,8 @@ def assert_close(have: Any, want: Any, rtol: float = 2e-6) -> None:
 
 DTYPES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "f64": 8, "s64": 8, "u8": 1}
 _COLLECTIVE = re.compile(
-    r"= (?P<type>\([^)]*\)|\S+) (?P<op>all-reduce|reduce-scatter|all-gather|all-to-all|"
-    r"collective-permute)(?:-start)?\("
+    r"= (?P<type>\((?:[^()]|\([^()]*\))*\)|\S+) "  # TPU's layouts have parentheses of their own
+    r"(?P<op>all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\("
 )
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*)\[(?P<dims>[0-9,]*)\]")
 

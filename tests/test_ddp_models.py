@@ -10,8 +10,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from support import assert_bits, collectives
-from test_ddp import MIB, MLP, by_path, data, loss_fn, wrap
+from support import assert_bits, collectives, replicated
+from test_ddp import MIB, MLP, by_path, data, loss_fn, place, wrap
 from test_ddp_rules import Scalars, f32, linear
 
 import jzero
@@ -54,10 +54,11 @@ def test_statistics_are_the_mean_over_devices_or_the_first_ones(make_mesh):
     nnx.value_and_grad(squares)(big, (x, y))
     for rule in ("mean", "first"):
         ddp = wrap(mesh, Norm(), buffers=rule, bucket_cap_mb=1)
-        compiled = nnx.jit(ddp.value_and_grad(squares)).lower(ddp, (x, y)).compile()
+        place(mesh, ddp)
+        step = nnx.jit(ddp.value_and_grad(squares)).lower(ddp, (x, y)).compile()
         # A bucket of six; loss and statistics are one more all-reduce, which XLA joins to it.
-        assert [sum(c.sizes) for c in collectives(compiled)] == [6 + 1 + 4]
-        ddp.value_and_grad(squares)(ddp, (x, y))
+        assert [sum(c.sizes) for c in collectives(step)] == [6 + 1 + 4]
+        step(ddp, (x, y))
         norm = ddp.module.norm
         want = (means[0], variances[0]) if rule == "first" else (means.mean(0), variances.mean(0))
         np.testing.assert_allclose(norm.mean[...], want[0], rtol=1e-5)
@@ -67,9 +68,9 @@ def test_statistics_are_the_mean_over_devices_or_the_first_ones(make_mesh):
             np.testing.assert_allclose(norm.mean[...], big.norm.mean[...], rtol=1e-5)
         before = by_path(nnx.state(ddp))
         with ddp.no_sync():
-            lowered = nnx.jit(ddp.value_and_grad(squares)).lower(ddp, (x, y))
-            ddp.value_and_grad(squares)(ddp, (x, y))
-        assert collectives(lowered.compile()) == []
+            step = nnx.jit(ddp.value_and_grad(squares)).lower(ddp, (x, y)).compile()
+            step(ddp, (x, y))
+        assert collectives(step) == []
         for path, value in by_path(nnx.state(ddp)).items():
             np.testing.assert_array_equal(value, before[path])
 
@@ -249,6 +250,8 @@ def test_a_linen_model_trains_under_jit(make_mesh, sharded):
     config = jzero.ZeroConfig(mesh=mesh)
     tx = jzero.adamw(1e-2, zero=config) if sharded else optax.adamw(1e-2)
     state = tx.init(ddp.params)
+    if not sharded:
+        state = replicated(state, mesh)
 
     @jax.jit
     def step(ddp: Any, state: Any, batch: Any) -> Any:
