@@ -19,6 +19,8 @@ from jzero._program import Fact
 
 __all__ = [
     "Options",
+    "Record",
+    "Static",
     "agree",
     "all_reduced",
     "argument_error",
@@ -52,6 +54,26 @@ class Options:
     static_graph: bool = False
     wire: Any = None
     buffers: Literal["mean", "first"] = "mean"
+
+
+class Record:
+    """What a wrapper and its copies inside of traces share: compiled programs, and the buckets of
+    the last synchronised call, for ``ddp.buckets``. No result depends on it."""
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.programs: dict[Any, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """All of a wrapper but its arrays. Hashable: a part of every compiled program's key."""
+
+    options: Options
+    wrt: Any
+    linen: Any  # the linen module; None for nnx
+    no_sync: bool
+    record: Record
 
 
 def make_options(

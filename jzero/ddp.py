@@ -15,30 +15,10 @@ from jzero._ddp_step import Job, LocalGrads, checked_grads, reduce_local, run_jo
 from jzero._flax import Parts, flax_modules, linen_parts, nnx_parts, register_wrapper
 from jzero._layout import Bucket, Layout
 from jzero._mesh import resolve_axes
-from jzero._replicate import Options, argument_error, bucket_layout, make_options
+from jzero._replicate import Record, Static, argument_error, bucket_layout, make_options
 from jzero._state import GradShards
 
 __all__ = ["DistributedDataParallel"]
-
-
-class _Record:
-    """What a wrapper and its copies inside of traces share: compiled programs, and the buckets of
-    the last synchronised call, for ``ddp.buckets``. No result depends on it."""
-
-    def __init__(self) -> None:
-        self.layout: Layout | None = None
-        self.programs: dict[Any, Any] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """All of a wrapper but its arrays. Hashable: a part of every compiled program's key."""
-
-    options: Options
-    wrt: Any
-    linen: Any  # the linen module; None for nnx
-    no_sync: bool
-    record: _Record
 
 
 class DistributedDataParallel:
@@ -94,7 +74,7 @@ class DistributedDataParallel:
     """
 
     _module: Any  # nnx: the module; linen: its variables
-    _static: _Static
+    _static: Static
 
     def __init__(
         self,
@@ -154,12 +134,12 @@ class DistributedDataParallel:
         linen_module = None if isinstance(model, nnx.Module) else model
         if linen_module is None and wrt is None:
             wrt = nnx.Param
-        self._static = _Static(options, wrt, linen_module, no_sync=False, record=_Record())
+        self._static = Static(options, wrt, linen_module, no_sync=False, record=Record())
         if init_sync:
             self.broadcast()
 
     @staticmethod
-    def _make(module: Any, static: _Static) -> DistributedDataParallel:
+    def _make(module: Any, static: Static) -> DistributedDataParallel:
         self = object.__new__(DistributedDataParallel)
         self._module, self._static = module, static
         return self

@@ -173,6 +173,14 @@ def test_inside_the_users_shard_map(make_mesh, shape, check):
     assert all_reduces(compiled) == (BUCKETS if mesh.size > 1 else [])
 
 
+def test_the_first_bucket_leaves_early(make_mesh):
+    ddp = wrap(make_mesh(2), bucket_cap_mb=1, first_bucket_mb=34 / MIB)
+    assert [[slot.path for slot in bucket.slots] for bucket in ddp.buckets] == [
+        ["scale"],
+        ["layers/1/kernel", "layers/0/kernel", "empty"],
+    ]
+
+
 def test_leaves_of_a_bucket_leave_together(make_mesh):
     for options in ({}, {"average_in_collective": True}, {"average": False}):
         ddp = wrap(make_mesh(8, types="auto"), Wide(), bucket_cap_mb=100 / MIB, **options)
@@ -206,7 +214,7 @@ def test_fifty_steps_leave_the_devices_bit_identical_and_match_one_device(make_m
         return jnp.mean((model(batch[0]) - batch[1]) ** 2)
 
     with jax.numpy_rank_promotion("allow"):  # flax's own broadcasting
-        ddp = wrap(mesh, Net(nnx.Rngs(0)), init_sync=True)
+        ddp = wrap(mesh, nnx.jit(lambda: Net(nnx.Rngs(0)))(), init_sync=True)
         optimizer = nnx.Optimizer(ddp, optax.adam(1e-2), wrt=nnx.Param)
         place(mesh, optimizer)
 

@@ -51,7 +51,7 @@ def test_statistics_are_the_mean_over_devices_or_the_first_ones(make_mesh):
     parts = np.asarray(x).reshape(8, 4, 2)
     means, variances = 0.5 * parts.mean(1), 0.5 + 0.5 * parts.var(1)
     big = Norm()
-    nnx.value_and_grad(squares)(big, (x, y))
+    nnx.jit(squares)(big, (x, y))
     for rule in ("mean", "first"):
         ddp = wrap(mesh, Norm(), buffers=rule, bucket_cap_mb=1)
         place(mesh, ddp)
@@ -79,7 +79,7 @@ def test_synchronised_batch_norm_is_the_big_batch(make_mesh):
     ddp, batch = wrap(make_mesh(8), Norm("data")), batch_of()
     loss, grads = ddp.value_and_grad(squares)(ddp, batch)
     model = Norm()
-    want_loss, want = nnx.value_and_grad(squares)(model, batch)
+    want_loss, want = nnx.jit(nnx.value_and_grad(squares))(model, batch)
     np.testing.assert_allclose(float(loss), float(want_loss), rtol=1e-6)
     for path, g in by_path(want).items():
         np.testing.assert_allclose(by_path(grads)[path], g, rtol=2e-4, atol=1e-6, err_msg=path)
@@ -243,7 +243,7 @@ def linen_loss(model: Any, batch: Any) -> jax.Array:
 def test_a_linen_model_trains_under_jit(make_mesh, sharded):
     mesh, batch = make_mesh(8, types="auto"), batch_of()
     module = Dense()
-    variables = module.init(jax.random.key(0), batch[0])
+    variables = jax.jit(module.init)(jax.random.key(0), batch[0])
     ddp = jzero.DistributedDataParallel(
         module, mesh, variables=variables, bucket_cap_mb=40 / MIB, static_graph=True
     )
@@ -268,15 +268,15 @@ def test_a_linen_model_trains_under_jit(make_mesh, sharded):
     assert ddp.first_difference() is None
     assert np.asarray(ddp.variables["batch_stats"]["norm"]["mean"]).all()
     assert ddp.module is module
-    out = ddp(batch[0], train=False)
-    want = module.apply(ddp.variables, batch[0], train=False)
+    out = jax.jit(lambda ddp, x: ddp(x, train=False))(ddp, batch[0])
+    want = jax.jit(lambda v, x: module.apply(v, x, train=False))(ddp.variables, batch[0])
     np.testing.assert_array_equal(out, want)
 
 
 def test_linen_gradients_statistics_and_keys(make_mesh):
     mesh, batch = make_mesh(8), batch_of()
     module = Dense()
-    variables = module.init(jax.random.key(0), batch[0])
+    variables = jax.jit(module.init)(jax.random.key(0), batch[0])
     frozen = {"params": {**variables["params"], "count": jnp.int32(3)}}
     ddp = jzero.DistributedDataParallel(
         module, mesh, variables={**variables, **frozen}, wrt=lambda path: "first" not in path
@@ -289,9 +289,8 @@ def test_linen_gradients_statistics_and_keys(make_mesh):
         return jnp.mean((out - part[1]) ** 2), new["batch_stats"]
 
     parts = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
-    (losses, stats), want = jax.vmap(jax.value_and_grad(local, has_aux=True), (None, 0))(
-        variables["params"], parts
-    )
+    each = jax.jit(jax.vmap(jax.value_and_grad(local, has_aux=True), (None, 0)))
+    (losses, stats), want = each(variables["params"], parts)
     np.testing.assert_allclose(float(loss), float(losses.mean()), rtol=1e-6)
     np.testing.assert_allclose(
         grads["last"]["kernel"], want["last"]["kernel"].mean(0), rtol=1e-4, atol=1e-6

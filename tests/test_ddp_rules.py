@@ -62,7 +62,7 @@ def test_mean_is_one_and_sum_is_the_number_of_devices(make_mesh, shape):
 
 
 def test_unequal_counts_by_sum_and_division(make_mesh):
-    """Three tokens of gradient 1 on one device, one of 5 on the other: 2, not the mean of means."""
+    """Case 15. Three tokens of gradient 1 on one device, one of 5 on the other: 2, not 3."""
     mesh = make_mesh(2)
     ddp = wrap(mesh, Scalars(w=f32(1)), average=False)
 
@@ -74,6 +74,28 @@ def test_unequal_counts_by_sum_and_division(make_mesh):
     (_, count), grads = ddp.value_and_grad(total_loss, has_aux=True)(ddp, batch)
     assert int(count) == 4
     assert gradient(grads) / int(count) == 2
+
+
+def test_a_device_that_has_run_out_of_data(make_mesh):
+    """Case 16. The mean divides by the number of devices, whatever they hold: 3/4. The weighted
+    sum divides by what there is: 1."""
+    mesh, batch = make_mesh(4), (f32(1, 1, 1, 9), f32(1, 1, 1, 0))
+
+    def masked_mean(model: Any, batch: Any) -> jax.Array:
+        x, weight = batch
+        return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1) * model.module.w[0]
+
+    def masked_sum(model: Any, batch: Any) -> Any:
+        x, weight = batch
+        return jnp.sum(x * weight) * model.module.w[0], jnp.sum(weight).astype(jnp.int32)
+
+    ddp = wrap(mesh, Scalars(w=f32(1)))
+    loss, grads = ddp.value_and_grad(masked_mean)(ddp, batch)
+    assert float(loss) == gradient(grads) == 3 / 4
+    ddp = wrap(mesh, Scalars(w=f32(1)), average=False)
+    (_, count), grads = ddp.value_and_grad(masked_sum, has_aux=True)(ddp, batch)
+    assert int(count) == 3
+    assert gradient(grads) / int(count) == 1
 
 
 @pytest.mark.parametrize(
@@ -232,7 +254,7 @@ def test_a_loop_of_micro_batches_communicates_after_it(make_mesh):
     ids=["static_graph", "find_unused", "both"],
 )
 def test_a_parameter_used_only_under_no_sync_is_reduced(make_mesh, find_unused, static_graph):
-    """Micro-batch 1 uses a, micro-batch 2, which synchronises, uses b; twice, as layouts settle."""
+    """Case 19. Micro-batch 1 uses a, micro-batch 2, which synchronises, uses b; then once more."""
     ddp = wrap(
         make_mesh(2),
         Scalars(a=f32(1), b=f32(1)),
@@ -252,7 +274,7 @@ def test_a_parameter_used_only_under_no_sync_is_reduced(make_mesh, find_unused, 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "jzero.zero"])
 def test_static_graph_and_no_sync_over_three_steps(make_mesh, sharded):
-    """After each step, not only the first: equal on all devices, equal to the big batch."""
+    """Case 20. After each step, not only the first: all devices equal, as on the big batch."""
     mesh = make_mesh(2)
     ddp = wrap(mesh, static_graph=True)
     config = jzero.ZeroConfig(mesh=mesh, bucket_mb=34 / MIB)
@@ -412,12 +434,13 @@ def test_buckets_follow_the_backward_pass(make_mesh, remat, tied):
         options = {"static_graph": static_graph, "bucket_cap_mb": 36 / MIB}
         ddp = wrap(mesh, Crossed(remat, tied), **options)
         assert order(ddp) == by_name  # before a program is seen
+        with ddp.no_sync():
+            _, local = ddp.value_and_grad(fn)(ddp, x)
         _, grads = ddp.value_and_grad(fn)(ddp, x)
         assert order(ddp) == (expected if static_graph else by_name)
         assert all(len(bucket.slots) == 1 for bucket in ddp.buckets)
         found.append(by_path(grads))
-        with ddp.no_sync():
-            _, local = ddp.value_and_grad(fn)(ddp, x)
+        # Case 21: what was accumulated before the order changed is not lost.
         for path, g in by_path(ddp.reduce(local)).items():
             np.testing.assert_array_equal(g, found[-1][path])
     want = by_path(nnx.grad(fn)(Crossed(remat, tied), x))

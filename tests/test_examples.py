@@ -1,5 +1,6 @@
 """The examples do what they say: each trains as optax does on one device."""
 
+import contextlib
 import importlib
 import io
 import json
@@ -88,11 +89,18 @@ def train(load: Load, text: Path, out: Path, **options: Any) -> Any:
     return load("train_gpt").main(given)
 
 
-def test_gpt_equals_optax_and_reports_what_is_allocated(
-    load: Load, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "out"
-    result = train(load, text, out)
+@pytest.fixture(scope="module")
+def gpt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Ten steps beside optax: the result, the folder, what was printed."""
+    out, printed = tmp_path_factory.mktemp("gpt") / "out", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.syspath_prepend(str(EXAMPLES))
+        result = train(importlib.import_module, text, out)
+    return result, out, printed.getvalue()
+
+
+def test_gpt_equals_optax_and_reports_what_is_allocated(gpt: Any):
+    result, out, printed = gpt
     ours, theirs, summary = result.ours, result.theirs, result.summary
 
     # Ten float32 steps below the edge of chaos: rounding in another order, and no more.
@@ -125,7 +133,6 @@ def test_gpt_equals_optax_and_reports_what_is_allocated(
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (out / "loss.png").stat().st_size > 10_000
     assert len((out / "sample.txt").read_text(encoding="utf-8")) >= 400
-    printed = capsys.readouterr().out
     for part in ("jzero, 8 devices  10/10  loss", "tokens/s", "optimizer state per device"):
         assert part in printed
 
@@ -141,18 +148,17 @@ def test_gpt_in_bfloat16_on_two_devices(load: Load, text: Path, tmp_path: Path):
 
 
 def test_a_run_goes_on_where_it_stopped_on_fewer_devices(
-    load: Load, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    load: Load, text: Path, gpt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    options = {"steps": 6, "checkpoint": tmp_path / "run", "no-reference": None}
+    options = {"checkpoint": tmp_path / "run", "no-reference": None}
     first = train(load, text, tmp_path, **options, **{"stop-at": 3})
     assert first.summary["steps"] == len(first.ours.losses) == 3
     result = train(load, text, tmp_path, **options, devices=2)
     assert "jzero, 2 devices goes on after step 3" in capsys.readouterr().out
-    assert result.summary["steps"] == int(result.state.step) == 6
+    assert result.summary["steps"] == int(result.state.step) == 10
     assert result.ours.losses[:3] == first.ours.losses
-    whole = train(load, text, tmp_path, **{**options, "checkpoint": tmp_path / "other"})
     # Sums over other numbers of devices round otherwise, and no more.
-    np.testing.assert_allclose(result.ours.losses, whole.ours.losses, rtol=2e-6)
+    np.testing.assert_allclose(result.ours.losses, gpt[0].ours.losses, rtol=2e-6)
 
 
 def test_a_run_without_reference_reports_itself(load: Load, tmp_path: Path):
