@@ -1,6 +1,7 @@
 """Real processes train as one process does."""
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +63,15 @@ def test_two_processes_under_mpirun(alone: Outcome, tmp_path: Path):
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     options: dict[str, Any] = {"steps": STEPS, "overflow": OVERFLOW, "seed_of_process": True}
     outcome = start([*mpirun, *worker(out, **options)], out, JAX_NUM_CPU_DEVICES="2")
+    check(outcome, alone, 2)
+
+
+@pytest.mark.skipif(shutil.which("srun") is None, reason="no srun: apt-get install slurm-wlm")
+def test_two_processes_under_slurm(alone: Outcome, tmp_path: Path):
+    if subprocess.run(["timeout", "10", "sinfo"], capture_output=True, check=False).returncode:
+        pytest.skip("SLURM's controller does not answer sinfo")
+    out = tmp_path / "out"
+    srun = ["srun", "--immediate=60", "--ntasks=2"]
+    options: dict[str, Any] = {"steps": STEPS, "overflow": OVERFLOW, "seed_of_process": True}
+    outcome = start([*srun, *worker(out, **options)], out, JAX_NUM_CPU_DEVICES="2")
     check(outcome, alone, 2)
