@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._ckpt_codec import ROOT, SCALE, Form
 from jzero._layout import Layout, path_string
-from jzero._pack import leaf_paths
+from jzero._pack import leaf_paths, unboxed
 from jzero._shards import ParamShards, param_specs
 from jzero._state import GradShards, ZeroState
 from jzero._update import Moments
@@ -138,9 +138,14 @@ def view_of(state: Any, params: Any) -> View:
         ``optax.chain`` or of ``jzero.MultiSteps``.
       params: the parameters that belong to it.
 
+    flax's ``nnx.Optimizer`` keeps each array of a state in a box; the view is of the arrays, and
+    what is rebuilt from it has the boxes again.
+
     Raises:
       ValueError: no ``ZeroState`` in ``state``, or parameters that are not the state's.
     """
+    structure = jax.tree.structure((state, params))
+    state = unboxed(state)
     nodes: dict[str, Node] = {}
     leaves: dict[str, Any] = {}
     addresses: list[Address] = []
@@ -176,7 +181,7 @@ def view_of(state: Any, params: Any) -> View:
             "tx.init or tx.step returned"
         )
     _params(params, nodes, put)
-    return View(nodes, leaves, specs, tuple(addresses), jax.tree.structure((state, params)))
+    return View(nodes, leaves, specs, tuple(addresses), structure)
 
 
 def _parts(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

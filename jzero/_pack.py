@@ -20,7 +20,17 @@ from jax import Array
 
 from jzero._layout import Bucket, Layout, Leaf, PathKey, Slot, path_string, plan_layout
 
-__all__ = ["Plan", "Stacks", "block_of", "leaf_paths", "pack", "plan_tree", "unpack", "unpack_all"]
+__all__ = [
+    "Plan",
+    "Stacks",
+    "block_of",
+    "leaf_paths",
+    "pack",
+    "plan_tree",
+    "unboxed",
+    "unpack",
+    "unpack_all",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +275,16 @@ def leaf_paths(tree: Any) -> list[tuple[tuple[PathKey, ...], Any]]:
 
 def _is_box(x: Any) -> bool:
     return hasattr(x, "get_raw_value") and hasattr(x, "get_metadata")
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with the array itself in place of each box around one."""
+
+    def open_box(x: Any) -> Any:
+        inner = jax.tree.leaves(x)
+        return inner[0] if _is_box(x) and len(inner) == 1 else x
+
+    return jax.tree.map(open_box, tree, is_leaf=_is_box)
 
 
 def _key(key: Any) -> PathKey:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from support import assert_bits, config_for, host, model, replicated
 
@@ -286,3 +287,39 @@ def test_eager_and_lazy_and_stacked_are_one(saved: str, kinds: Any, tmp_path: Pa
         arrays = jax.tree.leaves((new_state, new_params))
         for array, spec in zip(arrays, jax.tree.leaves(specs), strict=True):
             assert array.sharding.is_equivalent_to(NamedSharding(on, spec), array.ndim)
+
+
+def test_flax_optimizer(make_mesh: Any, tmp_path: Path):
+    """`nnx.Optimizer` boxes each array of its state; a restored one goes on as if nothing was."""
+    mesh = make_mesh(4)
+
+    def start(seed: int) -> Any:
+        model = nnx.Linear(8, 4, rngs=nnx.Rngs(seed))
+        ddp = jzero.DistributedDataParallel(model, mesh)
+        tx = jzero.adamw(1e-2, zero=config_for(mesh))
+        return ddp, nnx.Optimizer(ddp, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(ddp: Any, optimizer: Any, batch: Any) -> Any:
+        loss, grads = ddp.value_and_grad(lambda m, b: jnp.mean((m(b) - 1) ** 2))(ddp, batch)
+        optimizer.update(ddp, grads)
+        return loss
+
+    batch = jnp.arange(64.0).reshape(8, 8) / 64
+    ddp, optimizer = start(0)
+    step(ddp, optimizer, batch)
+    checkpoint.save(tmp_path / "a", optimizer.opt_state, nnx.state(ddp, nnx.Param))
+    want = [float(step(ddp, optimizer, batch)) for _ in range(2)]
+
+    ddp, optimizer = start(1)
+    like = optimizer.opt_state, nnx.state(ddp, nnx.Param)
+    state, params = checkpoint.restore(tmp_path / "a", like)
+    assert jax.tree.structure((state, params)) == jax.tree.structure(like)
+    optimizer.opt_state = state
+    nnx.update(ddp, params)
+    assert [float(step(ddp, optimizer, batch)) for _ in range(2)] == want
+
+    d = checkpoint.state_dict(optimizer.opt_state, nnx.state(ddp, nnx.Param))
+    assert d["step"] == 3
+    loaded, _ = checkpoint.load_state_dict(d, *like)
+    assert jax.tree.structure(loaded) == jax.tree.structure(like[0])
