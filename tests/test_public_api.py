@@ -19,7 +19,7 @@ PUBLIC: dict[str, str | None] = {
     "MultiStepsState": "micro_step grads inner",
     "ParamShards": "buckets frozen others probes plan config weighted",
     "Precision": ("state grad_sync param_sync master accumulate scaled rounding seed overrides"),
-    "Report": "topology devices mesh chip methods largest_batch",
+    "Report": "topology devices mesh chip methods largest_batch largest_depth",
     "ZeroConfig": "axis replica_axis mesh bucket_mb average param_sync stacked precision",
     "ZeroState": "step grad_norm skipped finite master inner layout axis sharded",
     "ZeroTransformation": "machine",
@@ -40,7 +40,7 @@ PUBLIC: dict[str, str | None] = {
     "partition_specs": "tree",
     "report": (
         "fn_or_tx params topology loss batch args in_specs stacked mesh_shape compare baseline "
-        "compiler_options largest_batch"
+        "compiler_options largest_batch largest_depth"
     ),
     "save_except_gathered": "prim _ params",
     "save_gathered": "prim _ params",
