@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 
-__all__ = ["Array", "Hlo", "Op", "parse"]
+__all__ = ["HOSTED", "Array", "Hlo", "Op", "parse"]
 
 _ITEM_BYTES = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
@@ -26,6 +26,8 @@ _CALLED = re.compile(
 )
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+HOSTED = re.compile(r"frontend_attributes=\{[^}]*chain_id=")
+"""Of a piece of an asynchronous collective that sits in a fusion which computes (TPU)."""
 _INTEGER = re.compile(r"\b[su]\d+\[\].* constant\((\d+)\)")
 
 

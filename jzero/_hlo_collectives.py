@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from jzero._hlo import Hlo, Op
+from jzero._hlo import HOSTED, Hlo, Op
 
 __all__ = ["KINDS", "Collective", "collectives", "finished", "role"]
 
@@ -26,7 +26,6 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_HOSTED = re.compile(r"frontend_attributes=\{[^}]*chain_id=")
 _HOSTS = ("fusion", "custom-call")
 _ASYNC = ("async-start", "call-start")  # the second: TPU's, on its sparse core
 _START, _DONE = "async-collective-start", "async-collective-done"
@@ -67,6 +66,11 @@ class Collective:
         """That a device sends in one run, by a ring."""
         return sent(self.kind, self.bytes, len(self.group))
 
+    @property
+    def rounds(self) -> int:
+        """How often its data go around the ring."""
+        return _rounds(self.kind)
+
 
 def sent(kind: str, size: int, devices: int) -> int:
     """Bytes that each device sends for a collective of ``size`` bytes at full size."""
@@ -74,8 +78,11 @@ def sent(kind: str, size: int, devices: int) -> int:
         return 0
     if kind in ("collective-permute", "collective-broadcast"):
         return size
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * size * (devices - 1) // devices
+    return _rounds(kind) * size * (devices - 1) // devices
+
+
+def _rounds(kind: str) -> int:
+    return 2 if kind == "all-reduce" else 1
 
 
 def role(
@@ -93,7 +100,7 @@ def role(
         if kind not in KINDS:
             continue
         start = op.kind in _ASYNC or op.name.startswith(_START)
-        if not start and (_HOSTED.search(inner.text) or op.name.startswith(_DONE)):
+        if not start and (HOSTED.search(inner.text) or op.name.startswith(_DONE)):
             return "", None  # a piece of one that started before
         if kind == "all-reduce" and any("all-reduce-scatter" in name for name in op.called):
             kind = "reduce-scatter"

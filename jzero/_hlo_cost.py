@@ -2,7 +2,8 @@
 
 Operations are those of matrix products and convolutions; everything else is bounded by memory.
 Bytes are what an instruction reads and writes if each of its arrays passes once: of an array of
-which only slices are used, the slices; nothing for arrays in on-chip memory.
+which only slices are used, the slices; nothing for arrays in on-chip memory, nor for those that an
+asynchronous collective works on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
-from jzero._hlo import Hlo, Op
+from jzero._hlo import HOSTED, Hlo, Op
 
 __all__ = ["FREE", "Cost", "cost"]
 
@@ -148,6 +149,11 @@ def _far(op: Op) -> int:
     return sum(array.bytes for array in op.arrays if not array.near)
 
 
+def _hosted(op: Op) -> bool:
+    """Whether it is a piece of an asynchronous collective, in a fusion that computes (TPU)."""
+    return HOSTED.search(op.text) is not None
+
+
 def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
     inner = hlo.computations[op.called[0]]
     names = hlo.tables[op.called[0]]
@@ -155,6 +161,9 @@ def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
     for o in inner:
         for name in o.operands:
             users.setdefault(name, []).append(o)
+
+    root = inner[-1]
+    hosts = any(_hosted(o) for o in inner)
 
     def read(name: str, whole: int) -> int:
         total = 0
@@ -165,6 +174,8 @@ def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
                 total += sum(a.bytes for a in user.arrays)
             elif user.kind == "dynamic-update-slice" and user.operands[0] == name:
                 continue  # written in place
+            elif hosts and (user is root or _hosted(user)):
+                continue  # the collective's, handed on from piece to piece
             else:
                 return whole
         return min(total, whole)
@@ -177,12 +188,11 @@ def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
         source = table.get(op.operands[index]) if index < len(op.operands) else None
         far = _far(source) if source else 0
         total += read(o.name, far) if far else 0
-    root = inner[-1]
     outputs = [names.get(n) for n in root.operands] if root.kind == "tuple" else [root]
     if len(outputs) != len(op.arrays):
         return total + _far(op)
     for array, output in zip(op.arrays, outputs, strict=True):
-        if array.near:
+        if array.near or (hosts and output and (output.kind == "parameter" or _hosted(output))):
             continue
         while output is not None and output.kind in _SEEN_THROUGH and output.operands:
             output = names.get(output.operands[0])

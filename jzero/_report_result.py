@@ -20,8 +20,9 @@ ASSUMPTIONS = (
     "exactly; gradients are what the plan holds of them at once; activations and temporaries are "
     "what remains of the peak.",
     "Times are a roofline over the compiled schedule at the maker's peaks: {flops:.0f} TFLOP/s "
-    "bfloat16, {bandwidth:.0f} GB/s of memory, {link:.0f} GB/s {per}, one way. No latency, no "
-    "launch, no contention: a lower bound. Collectives send as a ring does.",
+    "bfloat16, {bandwidth:.0f} GB/s of memory, {link:.0f} GB/s {per}, one way. No launch, no "
+    "contention: a lower bound. Collectives send as a ring does, and wait {hop:.1f} us for each "
+    "step to a neighbour{more} (assumed).",
     "A collective is overlapped if instructions that compute stand between its start and its end; "
     "exposed is wire time beside which nothing else runs.",
 )
@@ -140,6 +141,8 @@ class Report:
             "bandwidth": chip.bandwidth / 1e9,
             "link": chip.link / 1e9,
             "per": per,
+            "hop": chip.hop * 1e6,
+            "more": "" if chip.torus or not chip.hop else ", or as NCCL sends little, if sooner",
         }
         return tuple(text.format(**values) for text in ASSUMPTIONS)
 

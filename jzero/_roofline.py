@@ -4,8 +4,8 @@ The schedule is run through with three resources. An instruction that computes t
 its operations at peak and its bytes at peak. An asynchronous collective has the wire from its
 start, if the wire is free; its end waits for it. A synchronous one holds everything up. An
 asynchronous copy (TPU: from the device's memory to on-chip memory) has the memory in the same way.
-A loop takes its body's time as often as it turns. Nothing else costs anything: no latency, no
-launch, no contention. So it is a lower bound, and says where time goes rather than how much.
+A loop takes its body's time as often as it turns. Nothing else costs anything: no launch, no
+contention. So it is a lower bound, and says where time goes rather than how much.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Walk:
             here = dataclasses.replace(
                 found, times=times, computation=computation, asynchronous=how == "start"
             )
-            seconds = self.target.seconds(here.wire_bytes, here.group)
+            seconds = self.target.seconds(here.wire_bytes, here.group, here.rounds)
             begin = max(clock.now, clock.wire)
             started = _Open(here, seconds, begin + seconds)
             clock.wire = started.end

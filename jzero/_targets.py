@@ -4,7 +4,9 @@ Figures are the makers' peaks, per JAX device. Sources: TPU v4, v5e, v5p, v6e an
 docs.cloud.google.com/tpu/docs (system architecture pages) and, for one link of the interconnect in
 one direction, jax-ml.github.io/scaling-book; GPUs from NVIDIA's data sheets (dense bfloat16, NVLink
 in one direction) and, for memory, XLA's target descriptions (openxla/xla,
-xla/backends/gpu/target_config/specs).
+xla/backends/gpu/target_config/specs). Latencies are assumptions, of the right order: a microsecond
+a hop between TPUs (jax-ml.github.io/scaling-book, "a note on ICI latency"); for GPUs, NCCL's own
+model of a ring (NVIDIA/nccl, src/graph/tuning.cc: its figures for NVLink and network).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import importlib.resources
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +40,7 @@ class Chip:
       wraps: a dim of so many chips, or of a multiple of it, is closed to a ring (TPU).
       network: bytes a second between hosts, for each device (GPU).
       host: devices in a host (GPU).
+      hop: seconds that a ring's step to a neighbour takes, however few the bytes.
     """
 
     memory: int
@@ -48,19 +51,35 @@ class Chip:
     wraps: int = 0
     network: float = 0.0
     host: int = 8
+    hop: float = 0.0
 
+
+class _Protocol(NamedTuple):
+    """How NCCL sends around a ring, in seconds: to begin, a step in a host, a step between hosts;
+    and what share of the bandwidth it has."""
+
+    start: float
+    hop: float
+    network_hop: float
+    share: float
+
+
+_BULK = _Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0)  # "Simple"
+_QUICK = _Protocol(3.6e-6, 0.47e-6, 2.7e-6, 0.25)  # "LL": a flag beside each word
+_ICI = 1e-6
 
 CHIPS: dict[str, Chip] = {
     # Memory of TPUs: what the compiler lets a program have, which is less than the data sheet's 16,
     # 32, 95 and 96 GiB (its message for a program that is too large, libtpu of jax 0.10.2).
-    "v4": Chip(int(15.25 * GIB), 137.5e12, 614e9, 45e9, torus=3, wraps=4),  # a chip is two devices
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, torus=2, wraps=16),
-    "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 90e9, torus=3, wraps=4),
-    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, torus=2, wraps=16),
-    "tpu7x": Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 50e9, torus=3, wraps=4),  # likewise two
-    "h100": Chip(84_942_979_072, 989e12, 3352e9, 450e9, network=50e9),
-    "h200": Chip(151_397_597_184, 989e12, 4800e9, 450e9, network=50e9),
-    "b200": Chip(191_514_411_008, 2250e12, 7672e9, 900e9, network=50e9),
+    # A chip of v4 and of tpu7x is two devices.
+    "v4": Chip(int(15.25 * GIB), 137.5e12, 614e9, 45e9, torus=3, wraps=4, hop=_ICI),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, torus=2, wraps=16, hop=_ICI),
+    "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 90e9, torus=3, wraps=4, hop=_ICI),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, torus=2, wraps=16, hop=_ICI),
+    "tpu7x": Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 50e9, torus=3, wraps=4, hop=_ICI),
+    "h100": Chip(84_942_979_072, 989e12, 3352e9, 450e9, network=50e9, hop=_BULK.hop),
+    "h200": Chip(151_397_597_184, 989e12, 4800e9, 450e9, network=50e9, hop=_BULK.hop),
+    "b200": Chip(191_514_411_008, 2250e12, 7672e9, 900e9, network=50e9, hop=_BULK.hop),
     # To be able to show something: no CPU is meant.
     "cpu": Chip(0, 1e12, 50e9, 10e9, host=1 << 30),
 }
@@ -93,12 +112,16 @@ class Target:
             )
         return jax.sharding.Mesh(np.array(self.devices).reshape(shape), tuple(axes))
 
-    def seconds(self, wire_bytes: int, group: Sequence[int]) -> float:
+    def seconds(self, wire_bytes: int, group: Sequence[int], rounds: int = 1) -> float:
         """Of a ring collective in which each device of a group sends so many bytes.
 
         TPU: all links of the torus dims that the group covers carry it, both directions of a
-        dim that is closed to a ring, half of that where it is not. GPU: NVLink in a host; between
-        hosts the network cards of a host together, if that takes longer.
+        dim that is closed to a ring, half of that where it is not; data take a hop for each chip
+        of the longest way. GPU: NVLink in a host; between hosts the network cards of a host
+        together, if that takes longer; of NCCL's protocols the one that is sooner done.
+
+        Args:
+          rounds: how often data go around the ring: 2 for an all-reduce.
         """
         members = [self.devices[i] for i in group if i < len(self.devices)]
         if len(members) < 2 or not wire_bytes:
@@ -109,14 +132,20 @@ class Target:
             spans = [len(set(coords[:, dim].tolist())) for dim in range(coords.shape[1])]
             wide = [n for n in spans if n > 1]
             links = sum(2 if n % chip.wraps == 0 else 1 for n in wide) or 1
-            return wire_bytes / (links * chip.link)
+            hops = sum(n // 2 if n % chip.wraps == 0 else n - 1 for n in wide)
+            return wire_bytes / (links * chip.link) + rounds * hops * chip.hop
         hosts = len({i // chip.host for i in group})
-        inside = wire_bytes / chip.link
-        if hosts == 1 or not chip.network:
-            return inside
-        per_host = min(len(group), chip.host)
-        across = wire_bytes * (hosts - 1) / hosts / (per_host * chip.network)
-        return max(inside, across)
+        sending = wire_bytes / chip.link
+        if hosts > 1 and chip.network:
+            per_host = min(len(group), chip.host)
+            sending = max(sending, wire_bytes * (hosts - 1) / hosts / (per_host * chip.network))
+        if not chip.hop:
+            return sending
+        near, far = len(group) - hosts, hosts - 1
+        return min(
+            how.start + rounds * (near * how.hop + far * how.network_hop) + sending / how.share
+            for how in (_BULK, _QUICK)
+        )
 
 
 def target_of(topology: str) -> Target:

@@ -281,12 +281,15 @@ TPU = """HloModule step, is_scheduled=true
   ROOT %ag = bf16[64,512]{1,0} all-gather(%a), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
 }
 
-%host (a: bf16[8,512], b: bf16[64,512]) -> bf16[64,64] {
+%host (a: bf16[8,512], b: bf16[64,512], s: u32[]) -> (bf16[64,64], bf16[8,512], /*index=2*/) {
   %a2 = bf16[8,512]{1,0} parameter(0)
   %b2 = bf16[64,512]{1,0} parameter(1)
+  %s2 = u32[]{:S(2)} parameter(2)
   %part = bf16[64,512]{1,0} all-gather(%a2), replica_groups={{0,1,2,3,4,5,6,7}}, \
 frontend_attributes={chain_id="0"}
-  ROOT %conv = bf16[64,64]{1,0} convolution(%b2, %b2), dim_labels=bf_oi->bf
+  %conv = bf16[64,64]{1,0} convolution(%b2, %b2), dim_labels=bf_oi->bf
+  ROOT %t = (bf16[64,64]{1,0}, bf16[8,512]{1,0}, bf16[64,512]{1,0}, u32[]{:S(2)}) \
+tuple(%conv, %a2, %part, %s2)
 }
 
 %all-reduce-scatter.1 (c: bf16[64,64]) -> bf16[8,64] {
@@ -300,8 +303,11 @@ ENTRY %main (x: bf16[8,512], y: bf16[64,512]) -> bf16[8,64] {
   %y = bf16[64,512]{1,0:T(8,128)S(1)} parameter(1)
   %async-collective-start.3 = (bf16[8,512]{1,0}, bf16[64,512]{1,0}) fusion(%x), kind=kCustom, \
 calls=%start.1
-  %f = bf16[64,64]{1,0} fusion(%x, %y), kind=kOutput, calls=%host
-  %async-collective-done.3 = bf16[64,512]{1,0} fusion(%f), kind=kCustom, calls=%start.1
+  %s = u32[]{:S(2)} constant(0)
+  %h = (bf16[64,64]{1,0}, bf16[8,512]{1,0}, bf16[64,512]{1,0}, u32[]{:S(2)}) fusion(%x, %y, %s), \
+kind=kOutput, calls=%host
+  %f = bf16[64,64]{1,0} get-tuple-element(%h), index=0
+  %async-collective-done.3 = bf16[64,512]{1,0} fusion(%h), kind=kCustom, calls=%start.1
   ROOT %rs = bf16[8,64]{1,0} fusion(%f), kind=kCustom, calls=%all-reduce-scatter.1
 }
 """
@@ -349,9 +355,9 @@ def test_reads_what_tpu_hides_in_fusions():
         64 * 64 * 2,
         False,
     )
-    host = hlo.tables["main"]["f"]
-    # The operand in on-chip memory (S(1)) moves nothing.
-    assert cost(hlo, "main", host) == (2 * 64 * 64 * 512, 8 * 512 * 2 + 64 * 64 * 2)
+    host = hlo.tables["main"]["h"]
+    # The operand in on-chip memory (S(1)) moves nothing; nor does it what the gather works on.
+    assert cost(hlo, "main", host) == (2 * 64 * 64 * 512, 64 * 64 * 2)
     device = type("Device", (), {"coords": (0, 0, 0)})
     target = _targets.Target("tpu:v5e:2x4", "tpu", _targets.CHIPS["v5e"], (device,) * 8)
     assert [x.between for x in simulate(hlo, target).exchanges] == [1, 0]
@@ -366,15 +372,40 @@ def test_wire_seconds_know_the_torus():
             type("Device", (), {"coords": (r, c, 0)}) for r in range(rows) for c in range(columns)
         )
 
-    v5e = _targets.CHIPS["v5e"]
+    v5e = dataclasses.replace(_targets.CHIPS["v5e"], hop=0.0)
     ring = _targets.Target("", "tpu", v5e, devices(16, 16))
     line = _targets.Target("", "tpu", v5e, devices(4, 4))
     assert ring.seconds(180 * 10**9, range(256)) == pytest.approx(1)  # four links of 45 GB/s
     assert line.seconds(90 * 10**9, range(16)) == pytest.approx(1)
     assert line.seconds(45 * 10**9, range(4)) == pytest.approx(1)  # one row
-    h200 = _targets.Target("", "gpu", _targets.CHIPS["h200"], tuple(range(16)))
+    h200 = dataclasses.replace(_targets.CHIPS["h200"], hop=0.0)
+    h200 = _targets.Target("", "gpu", h200, tuple(range(16)))
     assert h200.seconds(450 * 10**9, range(8)) == pytest.approx(1)
     assert h200.seconds(0, range(8)) == 0
+
+
+def test_small_collectives_cost_their_steps():
+    """A way of 3 + 3 chips, or 2 + 2 half ways around rings; NCCL's two ways to send little."""
+    device = type("Device", (), {})
+
+    def torus(side: int) -> _targets.Target:
+        devices = tuple(device() for _ in range(side * side))
+        for i, d in enumerate(devices):
+            d.coords = (i // side, i % side, 0)
+        return _targets.Target("", "tpu", _targets.CHIPS["v5e"], devices)
+
+    bits = 128 / 45e9
+    assert torus(4).seconds(128, range(16)) == pytest.approx(6e-6 + bits / 2)
+    assert torus(4).seconds(128, range(16), rounds=2) == pytest.approx(12e-6 + bits / 2)
+    assert torus(4).seconds(128, range(4)) == pytest.approx(3e-6 + bits)
+    assert torus(16).seconds(128, range(256)) == pytest.approx(16e-6 + bits / 4)
+    h200 = _targets.Target("", "gpu", _targets.CHIPS["h200"], tuple(range(16)))
+    large = 450 * 10**6
+    assert h200.seconds(large, range(8)) == pytest.approx(1e-3 + 8.4e-6 + 7 * 3.4e-6)
+    assert h200.seconds(450, range(8)) == pytest.approx(4e-9 + 3.6e-6 + 7 * 0.47e-6)
+    between = 8.4e-6 + 2 * (14 * 3.4e-6 + 9.6e-6)
+    assert h200.seconds(large, range(16), rounds=2) == pytest.approx(1e-3 + between)
+    assert _targets.Target("", "cpu", _targets.CHIPS["cpu"], (0, 1)).seconds(10, (0, 1)) == 1e-9
 
 
 @pytest.mark.parametrize(
