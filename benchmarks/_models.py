@@ -48,6 +48,8 @@ SIZES: dict[str, Size] = {
     "tiny-unrolled": dataclasses.replace(_TINY, scanned=False),
     "small": _SMALL,
     "small-unrolled": dataclasses.replace(_SMALL, scanned=False),
+    # 13.8 M parameters, 55 MB of gradient: buckets of 1 to 32 MiB differ, and a laptop runs it.
+    "medium-unrolled": Size(6, 384, 6, 4096, length=32, batch=1, scanned=False),
     # 534 M parameters: to compile for a pod, not to run on a laptop.
     "gpt-534m": _GPT,
     "gpt-534m-unrolled": dataclasses.replace(_GPT, scanned=False),

@@ -11,7 +11,7 @@ __all__ = ["compiler_options"]
 # XLA merges collectives up to so many bytes: 1 merges none. All-reduces keep those of scalars
 # together, which are as many as a step has norms and losses.
 _NEVER, _SCALARS = 1, 65_536
-_SPARSE_CORE = ("v6e",)
+_SPARSE_CORE = ("v5p", "v6e")
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 
@@ -70,8 +70,6 @@ def compiler_options(
         options: dict[str, Any] = {"xla_jf_crs_combiner_threshold_in_bytes": reduced}
         if chip in _SPARSE_CORE:
             options |= dict.fromkeys(_SPARSE_CORE_OPTIONS, True)
-        elif chip == "v5p":
-            options |= dict.fromkeys(_FUSION_OPTIONS, True)
         return options
     options = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold,
@@ -94,21 +92,19 @@ def compiler_options(
 
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN"
 
-# All-gathers run on the sparse cores, as asynchronous calls.
+# Collectives run on the sparse cores, as asynchronous calls. All-reduces too: XLA writes most
+# reduce-scatters as all-reduces.
 _SPARSE_CORE_OPTIONS = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
     "xla_tpu_enable_all_gather_offload_tracing",
     "xla_tpu_enable_reduce_scatter_offload_tracing",
+    "xla_tpu_enable_all_reduce_offload_tracing",
     "xla_tpu_use_tc_device_shape_on_sc",
     "xla_sc_disable_megacore_partitioning",
-)
-# All-gathers are cut in steps that run inside fusions which compute.
-_FUSION_OPTIONS = (
-    "xla_tpu_enable_async_collective_fusion",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps",
-    "xla_tpu_overlap_compute_collective_tc",
 )
 
 

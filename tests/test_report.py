@@ -593,11 +593,69 @@ def test_tpu_keeps_buckets_apart(tpu_topology):
     assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (4, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
-def test_other_tpus_take_their_options(tpu_topology, chip):
-    target = _targets.target_of(f"tpu:{chip}")
-    assert buckets_apart(target, jzero.compiler_options(None, target.name)) == (4, 4)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "tpu:v5p:2x2x1",
+        pytest.param("tpu:v5p:2x2x2", marks=pytest.mark.slow),
+        "tpu:v6e:2x4",
+        pytest.param("tpu:v6e:4x4", marks=pytest.mark.slow),
+    ],
+)
+def test_tpu_overlaps_what_it_sends(tpu_topology, topology):
+    """Without the options none of it. The gather of the first layer has nothing before it."""
+    zero = jzero.ZeroConfig(param_sync="lazy", precision=jzero.Precision(grad_sync="bfloat16"))
+    target = _targets.target_of(topology)
+    mesh = target.mesh({"data": len(target.devices)})
+    layers, width, hidden = 4, 256, 1024
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    params = {"layers": {"up": shape(layers, width, hidden), "down": shape(layers, hidden, width)}}
+
+    def loss(shards, x):
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+        return jnp.mean(jzero.scan_layers(layer, x, shards["layers"]).astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        held = jax.eval_shape(lambda p: jzero.shard_params(p, zero=zero, stacked="layers"), params)
+    report = jzero.report(
+        jzero.value_and_grad(loss, zero=zero),
+        held,
+        topology,
+        args=(shape(512 * mesh.size, width),),
+        in_specs=(jzero.partition_specs(held), P("data")),
+        compiler_options=jzero.compiler_options(zero, topology),
+    )
+    size = 2 * layers * width * hidden * 2 * (mesh.size - 1) // mesh.size
+    sent = {w.kind: w for w in report.methods[0].wire if w.bytes > 10_000}
+    assert sent["all-gather"].bytes == size * 9 // 4  # once in each pass, and one layer more
+    assert sent["all-gather"].overlapped >= 0.99 * 8 / 9
+    # Of more than eight chips, and in three dims, XLA makes reduce-scatters all-reduces.
+    kind, twice = ("reduce-scatter", 1) if mesh.size <= 8 else ("all-reduce", 2)
+    if topology == "tpu:v5p:2x2x2":
+        kind, twice = "all-reduce", 2
+    assert sent[kind].bytes == twice * size
+    assert sent[kind].overlapped == 1
+
+
+def test_a_flat_bucket_is_scattered_not_summed(tpu_topology):
+    """TPU makes an all-reduce and a slice, of twice the bytes, of a flat reduce-scatter."""
+    mesh = _targets.target_of("tpu:v5e:2x4").mesh({"data": 8})
+    zero = jzero.ZeroConfig(mesh=mesh)
+    params = {name: jax.ShapeDtypeStruct((512, 600), jnp.float32) for name in "ab"}
+    grad = jzero.value_and_grad(lambda p, x: jnp.sum(p["a"] * p["b"] * x), zero=zero)
+    named = [NamedSharding(mesh, spec) for spec in (P(), P("data"))]
+    arguments = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=named[0]), params
+    )
+    x = jax.ShapeDtypeStruct((8 * 512, 1), jnp.float32, sharding=named[1])
+    compiled = jax.jit(grad).lower(arguments, x).compile()
+    found = [c for c in collectives(parse(compiled.as_text()), 8) if c.bytes > 100]
+    assert [c.kind for c in found] == ["reduce-scatter"]
 
 
 @pytest.mark.slow
