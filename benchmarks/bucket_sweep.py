@@ -93,14 +93,18 @@ def compiled(args: argparse.Namespace, model: Any) -> list[dict[str, Any]]:
     print("".join(f"{name:>12}" for name in head))
     for mb in args.mb:
         narrow = jzero.Precision(grad_sync=jnp.dtype(model.dtype))
-        zero = jzero.ZeroConfig(bucket_mb=mb, param_sync=args.sync, precision=narrow)
+        zero = jzero.ZeroConfig(
+            bucket_mb=mb,
+            param_sync=args.sync,
+            precision=narrow,
+            stacked="layers" if scanned else None,
+        )
         report = jzero.report(
             jzero.adamw(1e-3, zero=zero),
             shapes,
             args.topology,
             loss=loss,
             batch=batch,
-            stacked="layers" if lazy and scanned else None,
             compiler_options=jzero.compiler_options(zero, args.topology),
         )
         method = report.methods[0]
