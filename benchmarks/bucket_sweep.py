@@ -97,7 +97,7 @@ def compiled(args: argparse.Namespace, model: Any) -> list[dict[str, Any]]:
             bucket_mb=mb,
             param_sync=args.sync,
             precision=narrow,
-            stacked="layers" if scanned else None,
+            stacked="layers" if scanned else (),
         )
         report = jzero.report(
             jzero.adamw(1e-3, zero=zero),
