@@ -245,7 +245,6 @@ def _device_part(
     else:
         result = local(trained, own, mine)
     loss, aux, buffers, grads = result
-    buffers = {i: x for i, x in buffers.items() if not is_key(x)}
     flat_aux, aux_tree = jax.tree.flatten(aux)
     flat_aux = [jnp.asarray(x) for x in flat_aux]
     kinds = aux_tree.unflatten([int(x.ndim > 0) for x in flat_aux])

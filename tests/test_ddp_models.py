@@ -204,6 +204,31 @@ def test_calls_compile_once_and_tracing_is_done_once(make_mesh):
     assert by_path(grads) == {"w": 4}
 
 
+def test_different_calls_do_not_share_a_program(make_mesh):
+    mesh, model, x, two = make_mesh(2), Scalars(w=f32(1)), f32(1, 3), jnp.float32(2)
+    ddp = wrap(mesh, model)
+    tx = jzero.adamw(1e-3, zero=jzero.ZeroConfig(mesh=mesh))
+
+    def scaled(model: Any, x: jax.Array, by: jax.Array) -> jax.Array:
+        return linear(model, x * by)
+
+    def negative(model: Any, x: jax.Array, by: jax.Array) -> jax.Array:
+        return -scaled(model, x, by)
+
+    fn = ddp.value_and_grad(scaled)
+    assert by_path(fn(ddp, x, two)[1]) == {"w": 4}
+    assert by_path(fn(ddp, x, f32(2, 10))[1]) == {"w": 16}  # split, where a scalar is not
+    assert by_path(fn(ddp, jnp.float16(0.5) + x, two)[1]) == {"w": 5}
+    assert by_path(ddp.value_and_grad(negative)(ddp, x, two)[1]) == {"w": -4}
+    assert by_path(fn(model, x, two)[1]) == {"w": 4}
+    with ddp.no_sync():
+        assert isinstance(fn(model, x, two)[1], jzero.LocalGrads)
+    assert by_path(fn(model, x, two)[1]) == {"w": 4}
+    _, shards = ddp.value_and_grad(scaled, zero=tx)(ddp, x, two)
+    (shards,) = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, jzero.GradShards))
+    assert float(shards.buckets[0][0]) == 4
+
+
 def test_the_wrapper_looks_like_its_module_to_nnx(make_mesh):
     model = MLP()
     ddp = wrap(make_mesh(2, types="auto"), model)

@@ -365,6 +365,11 @@ def test_unused_parameters_are_named_and_have_zero_gradient(make_mesh, find):
     assert ddp.first_difference() is None
 
 
+def test_unused_parameters_are_named_without_being_asked_to_find_them(make_mesh):
+    ddp = wrap(make_mesh(2), Scalars(a=f32(1), b=f32(1), c=f32(1)))
+    assert ddp.unused_parameters(lambda m, x: jnp.mean(x) * m.module.b[0], f32(1, 3)) == ("a", "c")
+
+
 def _whole(path: Any, _: Any) -> bool:
     return "whole" in path
 

@@ -90,6 +90,10 @@ def test_zeros_are_known_only_where_they_are_certain():
         )
 
     assert [f.zero for f in facts(f, X)] == [True, False, False, True, True]
+    # Many functions of zero are one.
+    assert not any(
+        f.zero for f in facts(lambda x: (jnp.exp(jnp.zeros(3)), jnp.cos(jnp.zeros(3)), x), X)
+    )
     grads = facts(jax.grad(lambda x, y, z: jnp.sum(x) + 0 * jnp.sum(z), (0, 1, 2)), X, X, X)
     assert [f.zero for f in grads] == [False, True, False]  # of z: only computing tells
 
