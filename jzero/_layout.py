@@ -171,7 +171,7 @@ class Layout:
     """All buckets of a model for a number of shards. Immutable, hashable, rank-free.
 
     Attributes:
-      buckets: in the order of their first leaf.
+      buckets: in the order of their first leaf, or of their last (see ``plan_layout``).
       shards: devices on the shard axis.
       fingerprint: sha256 of everything above; equal layouts have equal fingerprints, on every
         process and in every run.
@@ -258,6 +258,7 @@ def plan_layout(
     order: Sequence[str] | None = None,
     first_cap_bytes: int | None = None,
     whole_stacks: bool = False,
+    by_last: bool = False,
 ) -> Layout:
     """Distribute leaves over buckets.
 
@@ -280,6 +281,8 @@ def plan_layout(
         communication starts early. None: ``cap_bytes``.
       whole_stacks: of stacked leaves the bytes of all layers count, for they travel together at
         times; else those of one layer.
+      by_last: buckets are in the order of their last leaf, when the bucket is complete; else in
+        that of their first.
 
     Returns:
       The layout; an empty one for no leaves.
@@ -303,7 +306,8 @@ def plan_layout(
     filled: list[int] = []
     cap_of: dict[_Key, int] = {}  # of the open bucket; unset before the first
     first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
-    for path, leaf in _in_order(list(leaves), order):
+    complete: dict[int, int] = {}  # a bucket -> the position of its last leaf that is not empty
+    for position, (path, leaf) in enumerate(_in_order(list(leaves), order)):
         size = math.prod(leaf.shape[1:] if leaf.layers else leaf.shape)
         nbytes = size * leaf.itemsize * (leaf.layers if whole_stacks and leaf.layers else 1)
         key = (leaf.dtype, leaf.group, leaf.block, leaf.layers, leaf.policy)
@@ -320,6 +324,10 @@ def plan_layout(
             cap_of[key] = cap_bytes if key in cap_of else first_cap
         members[index].append((path, leaf, size))
         filled[index] += nbytes
+        if nbytes or index not in complete:
+            complete[index] = position
+    if by_last:
+        members = [members[i] for i in sorted(complete, key=complete.__getitem__)]
     return Layout(
         tuple(_bucket(i, content, shards, alignment) for i, content in enumerate(members)), shards
     )

@@ -157,7 +157,9 @@ def bucket_layout(
     order: Sequence[str] | None = None,
     without: set[str] | None = None,
 ) -> Layout:
-    """The buckets of a model's gradients: reverse order, or the one given."""
+    """The buckets of a model's gradients: reverse order, or the one given. A bucket that is
+    complete earlier comes first: small leaves between large ones, or those of a rare dtype, may be
+    of all the model."""
     leaves: list[Leaf] = []
     for name, x in trained.items():
         if without and name in without:
@@ -170,6 +172,7 @@ def bucket_layout(
         alignment=1,
         order=None if order is None else [p for p in order if not without or p not in without],
         first_cap_bytes=options.first_cap_bytes,
+        by_last=True,  # each waits for the one before it
     )
 
 

@@ -181,6 +181,24 @@ def test_the_first_bucket_leaves_early(make_mesh):
     ]
 
 
+def test_a_bucket_that_is_complete_late_holds_up_no_other(make_mesh):
+    """Each bucket waits for the one before it, so that of the biases, the whole model's, is last."""
+
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List(
+                [nnx.Dict(w=nnx.Param(jnp.ones(64)), b=nnx.Param(jnp.ones(1))) for _ in range(3)]
+            )
+
+    ddp = wrap(make_mesh(2), Deep(), bucket_cap_mb=256 / MIB)
+    assert [[slot.path for slot in bucket.slots] for bucket in ddp.buckets] == [
+        ["layers/2/w"],
+        ["layers/1/w"],
+        ["layers/0/w"],
+        ["layers/2/b", "layers/1/b", "layers/0/b"],
+    ]
+
+
 def test_leaves_of_a_bucket_leave_together(make_mesh):
     for options in ({}, {"average_in_collective": True}, {"average": False}):
         ddp = wrap(make_mesh(8, types="auto"), Wide(), bucket_cap_mb=100 / MIB, **options)

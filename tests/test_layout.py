@@ -218,6 +218,17 @@ def test_each_kind_has_a_first_bucket():
     assert contents(layout) == [["7", "5"], ["6"], ["4", "2"], ["3", "1"], ["0"]]
 
 
+def test_buckets_in_the_order_of_their_last_leaf():
+    leaves = [f32(i, n) for i, n in enumerate([0, 8, 1, 0, 8, 1])]
+    first = plan_layout(leaves, shards=1, cap_bytes=32)
+    last = plan_layout(leaves, shards=1, cap_bytes=32, by_last=True)
+    assert contents(first) == [["5", "3", "2", "0"], ["4"], ["1"]]
+    assert contents(last) == [["4"], ["5", "3", "2", "0"], ["1"]]  # an empty leaf is never late
+    assert [slot.bucket for slot in last.slots] == [0, 1, 1, 1, 1, 2]
+    empty = plan_layout([f32(0, 0), f32(1, 0)], shards=1, cap_bytes=32, by_last=True)
+    assert contents(empty) == [["1", "0"]]
+
+
 def test_zero_size_leaves_change_no_neighbour():
     """Case 1: shapes [1], [1], [0], [1], [0], and 36 leaves of which the last is empty."""
     for count, empty in ((5, {2, 4}), (36, {35}), (56, {35}), (3, {0, 1, 2})):
