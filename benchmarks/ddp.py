@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = 
     "cnn": cnn(32, 6, 64),  # 57 k parameters and BatchNorm: one bucket
     "tiny": mlp(8, 2, 16),
 }
-OPTIONS = {"mlp-one-bucket": {"bucket_cap_mb": 1e3, "first_bucket_mb": 1e3}}
+OPTIONS: dict[str, Any] = {"mlp-one-bucket": {"bucket_cap_mb": 1e3, "first_bucket_mb": 1e3}}
 
 
 def loss_fn(model: Any, batch: Any) -> Array:

@@ -182,7 +182,7 @@ def test_the_first_bucket_leaves_early(make_mesh):
 
 
 def test_a_bucket_that_is_complete_late_holds_up_no_other(make_mesh):
-    """Each bucket waits for the one before it, so that of the biases, the whole model's, is last."""
+    """Each bucket waits for the one before it; that of the biases spans the model and is last."""
 
     class Deep(nnx.Module):
         def __init__(self):
