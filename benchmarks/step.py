@@ -3,6 +3,7 @@
     python benchmarks/step.py                                # runs, on 8 CPU devices
     python benchmarks/step.py --models tiny --rounds 20
     python benchmarks/step.py --compile-only tpu:v5e:4x4     # compiles for a pod; needs libtpu
+    python benchmarks/step.py --compile-only gpu:h200:8      # for GPUs; needs jax[cuda13]
 
 Times: the methods take turns in one process (A B C A B C ...), each turn a few steps; quoted are
 the median over turns and the ratio to jzero of the same turn, so that a busy machine slows all
@@ -42,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # also when imported by a test
 import _hlo
 import _methods
 import _models
+
+from jzero._targets import target_of
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -118,12 +121,8 @@ def local_mesh(devices: int) -> Mesh:
 
 
 def topology_mesh(name: str) -> Mesh:
-    from jax.experimental import topologies
-
-    kind, _, shape = name.partition(":")
     jax.config.update("jax_platforms", "cpu")
-    found = topologies.get_topology_desc(shape, kind)
-    return Mesh(np.array(found.devices).reshape(-1), (_methods.AXIS,))
+    return Mesh(np.array(target_of(name).devices).reshape(-1), (_methods.AXIS,))
 
 
 def provenance(argv: Sequence[str] | None, mesh: Mesh) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def compile_program(
 
 def describe(compiled: Any, mesh: Mesh) -> dict[str, Any]:
     """What the compiler knows, for one device."""
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # GPU: no cost
     return {
         "peak_bytes": memory.peak_memory_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,

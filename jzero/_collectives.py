@@ -15,6 +15,7 @@ first device and zeroed on the others, so that the sum is exact.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -150,10 +151,20 @@ def own_shard(packed: Array, axes: Axes, at: int = 0) -> Array:
 
 
 def all_gather(wire: Array, axes: Axes, at: int = 0) -> Array:
-    """What each device has a part of along dim ``at``, equal on all devices."""
+    """What each device has a part of along dim ``at``, 0 or 1, equal on all devices."""
     if axes.shards == 1:
         return _alone(wire, axes.shard)
-    return lax.all_gather(wire, axes.shard, axis=at, tiled=True, to="invarying")
+    gather = functools.partial(lax.all_gather, axis_name=axes.shard, tiled=True, to="invarying")
+    if at == 0:
+        return gather(wire)
+
+    def apart(wire: Array) -> Array:
+        # Where dim 0 is the only one to gather along, XLA moves dim 1 there first: in the kernel
+        # that makes ``wire``, which could then not write its other results in place.
+        rows = gather(wire[None])
+        return jnp.moveaxis(rows, 0, 1).reshape(wire.shape[0], -1, *wire.shape[2:])
+
+    return lax.platform_dependent(wire, tpu=functools.partial(gather, axis=1), default=apart)
 
 
 def whole_bucket(shard: Array, bucket: Bucket, axes: Axes) -> Array:

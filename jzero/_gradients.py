@@ -250,11 +250,12 @@ class _Work(NamedTuple):
         return run
 
     def _shard(self, bucket: Bucket, leaves: dict[str, Array], weight: Array | None) -> Array:
-        """A bucket's local gradients, of all layers or of one, as a float32 shard of their sum."""
+        """A bucket's local gradients, of all layers or of one, as a shard of their sum, as it came
+        from the wire: a loop that stacks it holds no wider one."""
         if weight is not None:
             leaves = {slot.path: weighed(leaves[slot.path], weight) for slot in bucket.slots}
         codec, owed = self.codecs[bucket.number], frozenset(self.axes.names)
-        return reduce_scatter(leaves, bucket, self.axes, codec, owed).astype(codec.state)
+        return reduce_scatter(leaves, bucket, self.axes, codec, owed)
 
     def _call(
         self, params: Any, others: tuple[Any, ...], position: int
@@ -296,11 +297,13 @@ class _Work(NamedTuple):
 
     def scatter(self, grads: dict[str, Array], shards: dict[int, Array]) -> GradShards:
         """Reduce-scatter what is not reduced yet: float32 shards of the sum."""
+        buckets = self.plan.layout.buckets
         flat = tuple(
             (shards[i] if i in shards else self._shard(bucket, grads, None)).reshape(-1)
-            for i, bucket in enumerate(self.plan.layout.buckets)
+            for i, bucket in enumerate(buckets)
         )
-        return GradShards(flat, self.plan.layout, self.axes.shard)
+        wide = tuple(x.astype(c.state) for x, c in zip(flat, self.codecs, strict=True))
+        return GradShards(wide, self.plan.layout, self.axes.shard)
 
 
 def _finish(local: _Local, shards: GradShards, steps: int, work: _Work) -> Any:
