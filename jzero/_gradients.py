@@ -222,7 +222,8 @@ class _Work(NamedTuple):
         # Varying parameters: autodiff then leaves the partial sum alone, to be scattered once.
         trained = vary(trained, self.axes)
 
-        stacked = [b for b in self.plan.layout.buckets if b.layers and early]
+        buckets = self.plan.layout.buckets
+        stacked = early and any(bucket.layers for bucket in buckets)
 
         def run(others: tuple[Any, ...], position: int) -> _Local:
             def loss_of(trained: dict[str, Array]) -> tuple[Array, Any]:
@@ -237,7 +238,7 @@ class _Work(NamedTuple):
 
             if stacked:
                 (loss, weight, aux), grads, shards = reduce_in_loops(
-                    unreduced, trained, stacked, self._shard, lambda rest: rest[1]
+                    unreduced, trained, buckets, self._shard, self.axes, lambda rest: rest[1]
                 )
             else:
                 ((loss, weight, aux), grads), shards = unreduced(trained), {}

@@ -26,9 +26,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import Array, lax
 
+from jzero._collectives import after
 from jzero._layout import Bucket
+from jzero._mesh import Axes
 from jzero._program import scan_counts
 
 __all__ = ["reduce_in_loops"]
@@ -41,6 +44,7 @@ def reduce_in_loops(
     trained: dict[str, Array],
     buckets: Sequence[Bucket],
     reduce: Reduce,
+    axes: Axes,
     operand: Callable[[Any], Any] = lambda rest: None,
 ) -> tuple[Any, dict[str, Array], dict[int, Array]]:
     """``fn(trained)``, with the gradients of stacked buckets reduced in the loops that make them.
@@ -48,15 +52,17 @@ def reduce_in_loops(
     Args:
       fn: from parameters by path to ``(rest, grads)``, gradients by path; a pure function.
       trained: its argument.
-      buckets: stacked ones, to be reduced in loops where possible.
-      reduce: ``reduce(bucket, leaves, operand)``, from one layer's gradients by path to the array
-        that the loop stacks in their place. Called while the loop's body is traced.
+      buckets: those of all gradients; stacked ones are reduced in loops where possible, others
+        where their gradients are known before such a loop, to be gone when it runs.
+      reduce: ``reduce(bucket, leaves, operand)``, from gradients by path to a shard; of a stacked
+        bucket from those of one layer, while the loop's body is traced, which stacks the shards.
+      axes: over which shards vary.
       operand: from ``rest`` to the array that ``reduce`` is given, or to None. A loop that begins
         before that array is known is left alone.
 
     Returns:
       ``rest``; the gradients that are still to be reduced, by path; and, by number of the bucket,
-      the stacked results of ``reduce`` for the others.
+      what ``reduce`` made of the others.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
     program = _Program(closed.jaxpr)
@@ -64,15 +70,15 @@ def reduce_in_loops(
     rest, grads = treedef.unflatten(range(len(results)))
     number = operand(rest)
     given = None if number is None else results[number]
-    sinks = [
-        _sink(program, bucket, {p: results[i] for p, i in grads.items()}) for bucket in buckets
-    ]
+    made = {path: results[i] for path, i in grads.items()}
+    sinks = [_sink(program, bucket, made) for bucket in buckets if bucket.layers]
     chosen = [s for s in sinks if s is not None and s.at[0] > program.made_at(given)]
-    run = _Run(reduce, given)
+    others = {b.number: {s.path: made[s.path] for s in b.slots} for b in buckets if not b.layers}
+    run = _Run(reduce, axes, given, buckets, others)
     outs = run.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(trained), chosen)
     rest, grads = treedef.unflatten(outs)
-    sunk = {path for sink in chosen for path in sink.stacked}
-    return rest, {p: g for p, g in grads.items() if p not in sunk}, run.shards
+    gone = {slot.path for bucket in buckets if bucket.number in run.shards for slot in bucket.slots}
+    return rest, {p: g for p, g in grads.items() if p not in gone}, run.shards
 
 
 # ---------------------------------------------------------------- finding the loops
@@ -169,6 +175,10 @@ def _called(eqn: Any) -> Any:
     return eqn.params["jaxpr"] if plain and all(x is None for x in asked_layouts) else None
 
 
+def _varying(x: Any, axes: Axes) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying) & frozenset(axes.names)
+
+
 def _variables(atoms: Any) -> list[Any]:
     return [x for x in atoms if not isinstance(x, jex.Literal)]
 
@@ -177,10 +187,20 @@ def _variables(atoms: Any) -> list[Any]:
 
 
 class _Run:
-    """One evaluation of a program; ``shards`` is what its loops reduced."""
+    """One evaluation of a program; ``shards`` is what was reduced on the way."""
 
-    def __init__(self, reduce: Reduce, given: Any) -> None:
+    def __init__(
+        self,
+        reduce: Reduce,
+        axes: Axes,
+        given: Any,
+        buckets: Sequence[Bucket],
+        others: dict[int, dict[str, Any]],
+    ) -> None:
         self.reduce = reduce
+        self.axes = axes
+        self.buckets = {bucket.number: bucket for bucket in buckets}
+        self.others = others
         self.given = None if isinstance(given, jex.Literal) else given
         self.operand = given.val if isinstance(given, jex.Literal) else None
         self.shards: dict[int, Array] = {}
@@ -221,6 +241,7 @@ class _Run:
                 self.operand = known[self.given]
             eqn, here = jaxpr.eqns[number], [s for s in sinks if s.at[0] == number]
             values = [value(x) for x in eqn.invars]
+            values = self._behind(jaxpr, eqn, values, self._reduced(known))
             if eqn.primitive.name == "scan":
                 results = self._loop(eqn, values, here)
             else:
@@ -231,6 +252,43 @@ class _Run:
             start = number + 1
         plainly(jaxpr.eqns[start:])
         return [value(x) for x in jaxpr.outvars]
+
+    def _reduced(self, known: dict[Any, Any]) -> dict[str, Array]:
+        """The shards of buckets whose gradients have become known, by a name."""
+        new: dict[str, Array] = {}
+        for number, variables in list(self.others.items()):
+            if all(v in known for v in variables.values() if not isinstance(v, jex.Literal)):
+                del self.others[number]
+                grads = {
+                    path: v.val if isinstance(v, jex.Literal) else known[v]
+                    for path, v in variables.items()
+                }
+                self.shards[number] = self.reduce(self.buckets[number], grads, self.operand)
+                new[str(number)] = self.shards[number]
+        return new
+
+    def _behind(
+        self, jaxpr: Any, eqn: Any, values: list[Any], shards: dict[str, Array]
+    ) -> list[Any]:
+        """The operands of a loop, which must not begin before these shards are there: what they
+        were made of would live as long as the loop runs. One operand is enough: the smallest of
+        those that the loop carries, that have the right type, and that are computed."""
+        constant = {v for e in jaxpr.eqns if not _variables(e.invars) for v in e.outvars}
+        fixed, carried = scan_counts(eqn) if eqn.primitive.name == "scan" else (0, len(values))
+        fits = [
+            i
+            for i, (var, x) in enumerate(zip(eqn.invars, values, strict=True))
+            if fixed <= i < fixed + carried
+            and not isinstance(var, jex.Literal)
+            and var not in constant
+            and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+            and all(_varying(x, self.axes) >= _varying(s, self.axes) for s in shards.values())
+        ]
+        if not fits or not shards:
+            return values
+        least = min(fits, key=lambda i: jnp.size(values[i]))
+        ordered = after({"": values[least]}, shards)[""]
+        return [ordered if i == least else x for i, x in enumerate(values)]
 
     def _loop(self, eqn: Any, values: list[Any], sinks: Sequence[_Sink]) -> list[Any]:
         """The results of a scan, None for those that are reduced in it."""
