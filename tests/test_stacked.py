@@ -1,6 +1,7 @@
 """Eager sync of stacked layers: their gradients are reduced in the loop that computes them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,15 @@ def test_stacked_layers_are_reduced_in_the_loop(make_mesh, name: str):
     large = sorted(n for c in found["all-reduce"] for n in c.sizes if n > 1)
     assert large == sorted(b.row_shard for b in layout.buckets)
     check_gradient(mesh, loss)
+
+
+def test_other_gradients_are_reduced_before_a_loop_that_comes_after_them(make_mesh):
+    """That of the last matrix, not left beside all that the loop holds."""
+    mesh = make_mesh((2, 4))
+    text = compiled_gradient(mesh, deep(), rematted, config=stacked_config(mesh)).as_text()
+    entry = text[text.index("ENTRY") :].splitlines()
+    found = [m[1] for line in entry if (m := re.search(r" (while|reduce-scatter)\(", line))]
+    assert found == ["while", "reduce-scatter", "while", "reduce-scatter"]
 
 
 def assert_near(have, want, tolerance: float = 1e-5) -> None:
