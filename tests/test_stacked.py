@@ -126,9 +126,8 @@ def test_whole_numbers_are_summed_exactly(make_mesh, shape, dtype, wire):
     assert not np.array_equal(have["layers"]["gain"], params["layers"]["gain"])
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[] if w == "checked" else [SLOW]) for w in WAYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_are_whole_are_reduced_into_stacks_too(make_mesh, way: str):
     """``jax.grad`` by the user, in each way to use jzero."""
     mesh, params = make_mesh((2, 4)), deep()
@@ -283,6 +282,7 @@ def test_what_no_single_loop_computes_is_reduced_after_it(make_mesh, name: str):
     check_gradient(mesh, loss)
 
 
+@pytest.mark.slow
 def test_two_stacks_in_one_loop_and_in_two(make_mesh):
     """Stacks share no bucket, and each is reduced in its own loop."""
     mesh = make_mesh(4)
