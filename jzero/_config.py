@@ -38,7 +38,7 @@ class ZeroConfig:
       stacked: path prefixes (one, or a tuple) such as ``"layers"`` of subtrees whose leaves have
         one leading dim of layers that a scan runs one after another: each layer is padded and
         sharded by itself, and its gradient is reduced inside the loop of the backward pass; see
-        docs/lazy.md. Also what ``jzero.shard_params`` takes by default.
+        docs/lazy.md. None: none. Also what ``jzero.shard_params`` takes by default.
       precision: a :class:`Precision`.
 
     Raises:
@@ -51,7 +51,7 @@ class ZeroConfig:
     bucket_mb: float = 100.0
     average: bool = True
     param_sync: Literal["eager", "lazy"] = "eager"
-    stacked: str | Sequence[str] = ()
+    stacked: str | Sequence[str] | None = None
     precision: Precision = dataclasses.field(default_factory=Precision)
 
     def __post_init__(self) -> None:
@@ -91,7 +91,8 @@ class ZeroConfig:
             )
         if self.param_sync not in ("eager", "lazy"):
             raise ValueError(f"ZeroConfig(param_sync={self.param_sync!r}): use 'eager' or 'lazy'")
-        prefixes = (self.stacked,) if isinstance(self.stacked, str) else self.stacked
+        chosen = () if self.stacked is None else self.stacked
+        prefixes = (chosen,) if isinstance(chosen, str) else chosen
         if not isinstance(prefixes, Sequence) or not all(
             isinstance(prefix, str) and prefix for prefix in prefixes
         ):

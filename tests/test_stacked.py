@@ -596,7 +596,8 @@ def test_shards_reduced_for_other_buckets_are_cut_anew(make_mesh):
 
 def test_a_wrong_declaration_is_named(make_mesh):
     mesh = make_mesh(2)
-    for bad in (3, "", ("a", ""), None):
+    assert stacked_config(mesh, stacked=None) == config_for(mesh)
+    for bad in (3, "", ("a", "")):
         with pytest.raises(ValueError, match="must be a path prefix such as 'layers'"):
             stacked_config(mesh, stacked=bad)
     assert stacked_config(mesh, stacked=["a", "b"]) == stacked_config(mesh, stacked=("a", "b"))
