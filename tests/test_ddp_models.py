@@ -97,7 +97,7 @@ class Drop(nnx.Module):
         self.w = nnx.Param(f32(1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.remat(lambda m, x: m.drop(x))(self, x) * self.w[...]
+        return nnx.remat(nnx.jit(lambda m, x: m.drop(x)))(self, x) * self.w[...]
 
 
 def dropped(model: Any, x: jax.Array, key: jax.Array) -> Any:
