@@ -133,6 +133,29 @@ def test_devices_draw_differently_and_again_the_same(make_mesh):
     assert_bits(first, again)
 
 
+def test_a_buffer_that_was_drawn_becomes_equal(make_mesh):
+    """It does not depend on the batch, and yet differs between devices."""
+
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.rngs, self.noise = nnx.Rngs(0), nnx.Variable(jnp.float32(0))
+            self.w = nnx.Param(f32(1))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.noise[...] = jax.random.uniform(self.rngs())
+            return jnp.mean(x) * self.w[0]
+
+    def fn(model: Any, x: jax.Array) -> Any:
+        loss = model(x)
+        return loss, model.module.noise[...][None]
+
+    ddp = wrap(make_mesh(8), Noisy())
+    (_, drawn), _ = ddp.value_and_grad(fn, has_aux=True)(ddp, jnp.ones(8))
+    assert len(set(np.asarray(drawn).tolist())) == 8
+    np.testing.assert_allclose(ddp.module.noise[...], np.mean(drawn), rtol=1e-6)
+    assert ddp.first_difference() is None
+
+
 # ---------------------------------------------------------------- what a loss may do
 
 
