@@ -279,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "models": {},
     }
+    path = args.out or RESULTS / f"ddp-{jax.default_backend()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     for model in args.models:
         for jit in ("jax.jit", "nnx.jit"):
             result = measure(model, jit, mesh, args.rounds, args.steps, args.compiles)
@@ -298,9 +300,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 f"{result['loss_difference']:.1e}",
                 flush=True,
             )
-    path = args.out or RESULTS / f"ddp-{jax.default_backend()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+            path.write_text(json.dumps(report, indent=1) + "\n")  # a run cut short leaves that
     print(path)
     return report
 
