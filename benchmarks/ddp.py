@@ -10,7 +10,8 @@ steps; quoted are the median over turns, and the median of the ratio by hand / j
 disturb less. Compiling is repeated the same way, with JAX's caches emptied, and counts tracing,
 lowering and XLA. By hand, XLA merges all all-reduces; jzero keeps its buckets apart, so "mlp" sends
 three, and "mlp-one-bucket" one, as by hand. `same_program` says whether the compiled programs have
-the same operations, on the same types, in the same order. Both must give the same losses. Writes JSON.
+the same operations, on the same types, in the same order. Both must give the same losses. Writes
+JSON.
 """
 
 import argparse
