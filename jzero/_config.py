@@ -28,7 +28,8 @@ class ZeroConfig:
       mesh: a ``jax.sharding.Mesh`` (Explicit or Auto axes). None: the ambient mesh of
         ``jax.set_mesh``, or of the ``shard_map`` that one is inside.
       bucket_mb: largest bucket in MiB (2**20 bytes) of leaves at their own dtype. A larger
-        leaf has a bucket of its own.
+        leaf has a bucket of its own. The default is what compiled and measured sweeps support
+        (docs/report.md).
       average: gradients are divided by the devices that contributed (axis x replica axis).
         False: they are summed. A gradient that a plain jit program has already reduced is
         never scaled.
@@ -48,7 +49,7 @@ class ZeroConfig:
     axis: str = "data"
     replica_axis: str | None = None
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
-    bucket_mb: float = 100.0
+    bucket_mb: float = 25.0
     average: bool = True
     param_sync: Literal["eager", "lazy"] = "eager"
     stacked: str | Sequence[str] | None = None

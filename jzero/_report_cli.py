@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from jzero._config import ZeroConfig
 from jzero._ready_models import MODELS
 
 __all__ = ["add_arguments", "run"]
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lazy", action="store_true", help="parameters as shards, gathered inside the loss")
     add("--batch", type=int, metavar="N", help="sequences a device (default: the model's)")
     add("--length", type=int, metavar="TOKENS", help="of a sequence (default: the model's)")
-    add("--bucket-mb", type=float, default=100.0, metavar="MIB", help="default: %(default)g")
+    mb = ZeroConfig.bucket_mb
+    add("--bucket-mb", type=float, default=mb, metavar="MIB", help="default: %(default)g")
     add("--options", action="store_true", help="compile with jzero.compiler_options")
     add("--compare", action="store_true", help="replicated and annotated optax too")
     add(
@@ -54,7 +56,6 @@ def run(options: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
-    from jzero._config import ZeroConfig
     from jzero._lazy import gather_params
     from jzero._options import compiler_options
     from jzero._precision import Precision
