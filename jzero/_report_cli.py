@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from jzero._config import ZeroConfig
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile and print; returns the exit status: 1 where the step does not fit."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs, so no device is needed
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # libtpu warns if it finds none
     import jax
     import jax.numpy as jnp
 
@@ -83,17 +86,20 @@ def run(options: argparse.Namespace) -> int:
         def loss(params: Any, tokens: Any) -> Any:
             return model.loss(params, tokens, gather_params)
 
-        found = report(
-            tx,
-            model.shapes(),
-            options.topology,
-            loss=loss if options.lazy else model.loss,
-            batch=model.batch_shape(each * _devices(options.topology)),
-            compare=model.loss if options.compare else False,
-            compiler_options=compiler_options(zero, options.topology) if options.options else None,
-            largest_batch=options.largest_batch,
-            largest_depth=options.largest_depth,
-        )
+        with _progress():
+            found = report(
+                tx,
+                model.shapes(),
+                options.topology,
+                loss=loss if options.lazy else model.loss,
+                batch=model.batch_shape(each * _devices(options.topology)),
+                compare=model.loss if options.compare else False,
+                compiler_options=compiler_options(zero, options.topology)
+                if options.options
+                else None,
+                largest_batch=options.largest_batch,
+                largest_depth=options.largest_depth,
+            )
     except (ValueError, ModuleNotFoundError, RuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise
@@ -108,6 +114,21 @@ def run(options: argparse.Namespace) -> int:
     if options.picture:
         found.picture(options.picture)
     return 1 if found.methods[0].fits is False else 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    """Tell on the standard error what is being compiled: it may take minutes."""
+    log, handler = logging.getLogger("jzero.report"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("jzero report: %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _devices(topology: str) -> int:

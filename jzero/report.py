@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from jzero._targets import Target, target_of
 from jzero._transform import ZeroTransformation
 
 __all__ = ["Memory", "Method", "Report", "report"]
+
+_log = logging.getLogger("jzero.report")
 
 
 def report(
@@ -182,6 +185,7 @@ def _measure(
             program.step, donate_argnums=program.donate, out_shardings=program.out_shardings
         )
     begin = time.perf_counter()
+    _log.info("compiling %s for %s", program.name, target.name)
     params, state = program.args[0], program.args[1] if len(program.args) > 1 else ()
     held = {"parameters": _local(params), "state": _local(state)}
     try:
@@ -195,6 +199,7 @@ def _measure(
     text = compiled.as_text()
     analysis = compiled.memory_analysis()
     seconds = time.perf_counter() - begin
+    _log.info("compiled %s in %.0f s", program.name, seconds)
     arguments = int(analysis.argument_size_in_bytes)
     peak = int(getattr(analysis, "peak_memory_in_bytes", 0))
     alive = arguments + int(analysis.output_size_in_bytes) - int(analysis.alias_size_in_bytes)

@@ -501,7 +501,11 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     picture = tmp_path / "schedule.svg"
     command = ["report", "--model", "tiny", "--topology", "cpu:8", "--lazy", "--json"]
     assert cli.main([*command, "--options", "--picture", str(picture)]) == 0
-    value = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.err.startswith(
+        "jzero report: compiling jzero lazy for cpu:8\njzero report: compiled"
+    )
+    value = json.loads(said.out)
     (method,) = value["methods"]
     assert method["name"] == "jzero lazy"
     kinds = {w["kind"]: w for w in method["wire"]}
