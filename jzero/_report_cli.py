@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from jzero._config import ZeroConfig
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--topology",
         default="tpu:v5e:4x4",
-        help="such as tpu:v5e:16x16, gpu:h200:8, cpu:8 (default: %(default)s)",
+        help="such as tpu:v5e:16x16, tpu:v5e:16x16:2 (two slices), gpu:h200:8, cpu:8 "
+        "(default: %(default)s)",
     )
     add("--lazy", action="store_true", help="parameters as shards, gathered inside the loss")
     add("--batch", type=int, metavar="N", help="sequences a device (default: the model's)")
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[None]:
+def _progress() -> Generator[None]:
     """Tell on the standard error what is being compiled: it may take minutes."""
     log, handler = logging.getLogger("jzero.report"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("jzero report: %(message)s"))

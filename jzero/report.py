@@ -61,8 +61,8 @@ def report(
         not, traced with the topology's mesh as the ambient one (``jax.set_mesh``), so that
         ``ZeroConfig(mesh=None)`` finds it; not jitted, it may overwrite its first two arguments.
       params: arrays or ``ShapeDtypeStruct``; only shapes and dtypes are used.
-      topology: ``"tpu:v5e:16x16"`` (chips v4, v5e, v5p, v6e, tpu7x), ``"gpu:h200:8"`` (h100, h200,
-        b200), or ``"cpu:8"``.
+      topology: ``"tpu:v5e:16x16"`` (chips v4, v5e, v5p, v6e, tpu7x; two slices of them:
+        ``"tpu:v5e:16x16:2"``), ``"gpu:h200:8"`` (h100, h200, b200), or ``"cpu:8"``.
       loss: ``loss(params, batch)``, the mean over its part of the batch. With
         ``param_sync="lazy"`` it gets shards, which it gathers.
       batch: a pytree of arrays or ``ShapeDtypeStruct``, of all devices together: dim 0 is split.

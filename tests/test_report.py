@@ -410,7 +410,20 @@ def test_small_collectives_cost_their_steps():
 
 
 @pytest.mark.parametrize(
-    "topology", ["", "tpu", "tpu:v5e", "tpu:v3:2x2", "gpu:h200", "gpu:a100:8", "cpu", "cpu:0"]
+    "topology",
+    [
+        "",
+        "tpu",
+        "tpu:v5e",
+        "tpu:v3:2x2",
+        "tpu:v5e:2x2:0",
+        "tpu:v5e:2x2:",
+        "gpu:h200:8:2",
+        "gpu:h200",
+        "gpu:a100:8",
+        "cpu",
+        "cpu:0",
+    ],
 )
 def test_unknown_topologies_are_refused(topology):
     with pytest.raises(ValueError, match="use 'tpu:CHIP:SHAPE'"):
@@ -422,6 +435,19 @@ def test_slices_that_tpus_do_not_have_are_refused(tpu_topology):
         jzero.report(adamw(), SHAPES, "tpu:v5e:16x32")
     with pytest.raises(ValueError, match=r"does not know the slice 'v5p:7x7'"):
         jzero.report(adamw(), SHAPES, "tpu:v5p:7x7")
+
+
+def test_several_slices(tpu_topology):
+    """Between slices data take the hosts' network, eight chips a host."""
+    target = _targets.target_of("tpu:v5e:2x2:2")
+    assert [d.slice_index for d in target.devices] == [0] * 4 + [1] * 4
+    within = _targets.target_of("tpu:v5e:2x2").seconds(10**9, range(4))
+    assert target.seconds(10**9, range(4)) == within == pytest.approx(10**9 / 90e9 + 2e-6)
+    assert target.seconds(10**9, range(8)) == pytest.approx(10**9 / 2 / (4 * 25e9 / 8))
+    assert target.seconds(1, range(8)) == pytest.approx(2e-6, rel=1e-3)
+    report = jzero.report(adamw(), SHAPES, "tpu:v5e:2x2:2")
+    sent = {w.kind: w.bytes for w in report.methods[0].wire if w.bytes > 1000}
+    assert sent["all-gather"] == SIZE * 4 * 7 // 8
 
 
 def test_says_what_to_install(monkeypatch):
