@@ -21,7 +21,7 @@ __all__ = ["MODELS", "Model"]
 
 COMPUTE = jnp.bfloat16
 QUERIES = 512  # of attention at a time
-TOKENS = 1024  # of the loss at a time
+TOKENS = 1024  # of the loss at a time, of a device's batch
 ROPE_BASE = 500_000.0
 
 
@@ -124,7 +124,7 @@ class Model:
         x, _ = lax.scan(block, x, params["layers"])
         x = self._norm(x, gather(params["norm"]))
         head = embed.T if self.tied else gather(params["head"])
-        return _cross_entropy(x, head.astype(COMPUTE), tokens[:, 1:])
+        return _cross_entropy(x, head.astype(COMPUTE), tokens[:, 1:], max(1, TOKENS // self.batch))
 
     def _block(self, x: Array, layer: dict[str, Any]) -> Array:
         h = self._norm(x, layer["attention_norm"])
@@ -187,19 +187,24 @@ def _attention(q: Array, k: Array, v: Array) -> Array:
     return jnp.moveaxis(blocks, 0, 1).reshape(q.shape)
 
 
-def _cross_entropy(x: Array, head: Array, targets: Array) -> Array:
-    tokens = targets.size
-    size = _block_size(tokens, TOKENS)
+def _cross_entropy(x: Array, head: Array, targets: Array, tokens: int) -> Array:
+    """Over blocks of at most so many tokens of every sequence: the batch, which may be sharded by
+    annotation, stays whole in each."""
+    length = targets.shape[1]
+    size = _block_size(length, tokens)
 
     @jax.checkpoint
     def one(block: tuple[Array, Array]) -> Array:
         h, target = block
         logits = (h @ head).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
-    sums = lax.map(one, (x.reshape(-1, size, x.shape[-1]), targets.reshape(-1, size)))
-    return jnp.sum(sums) / tokens
+    def blocks(x: Array) -> Array:
+        split = x.reshape(x.shape[0], length // size, size, *x.shape[2:])
+        return jnp.moveaxis(split, 1, 0)
+
+    return jnp.sum(lax.map(one, (blocks(x), blocks(targets)))) / targets.size
 
 
 def _block_size(length: int, largest: int) -> int:

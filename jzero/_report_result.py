@@ -222,7 +222,7 @@ class Report:
             for m in self.methods
             for w in m.wire
         ]
-        limit = f", {self.chip.memory / GIB:.1f} GiB there" if self.chip.memory else ""
+        limit = f" (it has {self.chip.memory / GIB:.2f})" if self.chip.memory else ""
         return [
             (f"Memory of a device, GiB{limit}", ["", *_PARTS, "fits"], memory),
             (
@@ -254,6 +254,11 @@ class Report:
                 notes.append(f"{m.name}: the compiler gave up, out of memory; no schedule")
             elif m.timeline.unknown_loops:
                 notes.append(f"{m.name}: {m.timeline.unknown_loops} loops of unknown length, once")
+        if self.topology.count(":") == 3:
+            notes.append(
+                "What slices send each other goes through their hosts: neither its bytes nor its "
+                "time are counted."
+            )
         return notes + list(self.assumptions)
 
     def __str__(self) -> str:

@@ -244,6 +244,7 @@ def draw(timelines: dict[str, Timeline], path: Any) -> None:
         plot.set_yticks([0.4, 1.4, 2.4], ["copies", "wire", "compute"])
         plot.set_title(f"{name}: {timeline.seconds * 1e3:.2f} ms", loc="left", fontsize=9)
         plot.set_ylim(0, 3)
+        plot.set_xlim(left=0)
     plots[-1].set_xlabel("milliseconds of a step, at the maker's peaks")
     figure.savefig(path, dpi=130)
 

@@ -3,7 +3,7 @@
 Figures are the makers' peaks, per JAX device. Sources: TPU v4, v5e, v5p, v6e and tpu7x from
 docs.cloud.google.com/tpu/docs (system architecture pages) and, for one link of the interconnect in
 one direction, jax-ml.github.io/scaling-book; GPUs from NVIDIA's data sheets (dense bfloat16, NVLink
-in one direction, and of a host's network) and, for memory, XLA's target descriptions (openxla/xla,
+in one direction) and, for memory, XLA's target descriptions (openxla/xla,
 xla/backends/gpu/target_config/specs). Latencies are assumptions, of the right order: a microsecond
 a hop between TPUs (jax-ml.github.io/scaling-book, "a note on ICI latency"); for GPUs, NCCL's own
 model of a ring (NVIDIA/nccl, src/graph/tuning.cc: its figures for NVLink and network).
@@ -38,7 +38,7 @@ class Chip:
       link: bytes a second of one link (TPU) or of all links (GPU) to its neighbours, one way.
       torus: dims of the interconnect (TPU).
       wraps: a dim of so many chips, or of a multiple of it, is closed to a ring (TPU).
-      network: bytes a second between hosts (GPU) or slices (TPU), for each device.
+      network: bytes a second between hosts, for each device (GPU).
       host: devices in a host (GPU).
       hop: seconds that a ring's step to a neighbour takes, however few the bytes.
     """
@@ -67,27 +67,16 @@ class _Protocol(NamedTuple):
 _BULK = _Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0)  # "Simple"
 _QUICK = _Protocol(3.6e-6, 0.47e-6, 2.7e-6, 0.25)  # "LL": a flag beside each word
 _ICI = 1e-6
-_HOST = 25e9  # bytes a second between TPU hosts, which have four chips (v4, v5p, tpu7x) or eight
 
 CHIPS: dict[str, Chip] = {
     # Memory of TPUs: what the compiler lets a program have, which is less than the data sheet's 16,
     # 32, 95 and 96 GiB (its message for a program that is too large, libtpu of jax 0.10.2).
     # A chip of v4 and of tpu7x is two devices.
-    "v4": Chip(
-        int(15.25 * GIB), 137.5e12, 614e9, 45e9, torus=3, wraps=4, hop=_ICI, network=_HOST / 8
-    ),
-    "v5e": Chip(
-        int(15.75 * GIB), 197e12, 819e9, 45e9, torus=2, wraps=16, hop=_ICI, network=_HOST / 8
-    ),
-    "v5p": Chip(
-        int(95.74 * GIB), 459e12, 2765e9, 90e9, torus=3, wraps=4, hop=_ICI, network=_HOST / 4
-    ),
-    "v6e": Chip(
-        int(31.25 * GIB), 918e12, 1640e9, 90e9, torus=2, wraps=16, hop=_ICI, network=_HOST / 8
-    ),
-    "tpu7x": Chip(
-        int(94.75 * GIB), 1153.5e12, 3690e9, 50e9, torus=3, wraps=4, hop=_ICI, network=_HOST / 8
-    ),
+    "v4": Chip(int(15.25 * GIB), 137.5e12, 614e9, 45e9, torus=3, wraps=4, hop=_ICI),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, torus=2, wraps=16, hop=_ICI),
+    "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 90e9, torus=3, wraps=4, hop=_ICI),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, torus=2, wraps=16, hop=_ICI),
+    "tpu7x": Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 50e9, torus=3, wraps=4, hop=_ICI),
     "h100": Chip(84_942_979_072, 989e12, 3352e9, 450e9, network=50e9, hop=_BULK.hop),
     "h200": Chip(151_397_597_184, 989e12, 4800e9, 450e9, network=50e9, hop=_BULK.hop),
     "b200": Chip(191_514_411_008, 2250e12, 7672e9, 900e9, network=50e9, hop=_BULK.hop),
@@ -128,8 +117,7 @@ class Target:
 
         TPU: all links of the torus dims that the group covers carry it, both directions of a
         dim that is closed to a ring, half of that where it is not; data take a hop for each chip
-        of the longest way; between slices the network of all hosts together, if that takes longer.
-        GPU: NVLink in a host; between hosts the network cards of a host
+        of the longest way. GPU: NVLink in a host; between hosts the network cards of a host
         together, if that takes longer; of NCCL's protocols the one that is sooner done.
 
         Args:
@@ -145,12 +133,7 @@ class Target:
             wide = [n for n in spans if n > 1]
             links = sum(2 if n % chip.wraps == 0 else 1 for n in wide) or 1
             hops = sum(n // 2 if n % chip.wraps == 0 else n - 1 for n in wide)
-            within = wire_bytes / (links * chip.link) + rounds * hops * chip.hop
-            slices = len({getattr(d, "slice_index", 0) for d in members})
-            if slices == 1:
-                return within
-            across = wire_bytes * (slices - 1) / slices
-            return max(within, across / (len(members) / slices * chip.network))
+            return wire_bytes / (links * chip.link) + rounds * hops * chip.hop
         hosts = len({i // chip.host for i in group})
         sending = wire_bytes / chip.link
         if hosts > 1 and chip.network:
@@ -193,7 +176,7 @@ def target_of(topology: str) -> Target:
     tpus = ", ".join(name for name in CHIPS if name not in (*GPUS, "cpu"))
     raise ValueError(
         f"topology={topology!r} is none that jzero.report knows: use 'tpu:CHIP:SHAPE' with CHIP "
-        f"one of {tpus}, such as 'tpu:v5e:4x4' ('tpu:v5e:4x4:2': two slices); 'gpu:CHIP:COUNT' with "
+        f"one of {tpus}, such as 'tpu:v5e:4x4' (':2' after it: two slices); 'gpu:CHIP:COUNT' with "
         f"CHIP one of {', '.join(GPUS)}, such as 'gpu:h200:8'; or 'cpu:COUNT'"
     )
 
