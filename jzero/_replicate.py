@@ -206,13 +206,15 @@ def all_reduced(
         for path, x in trained.items()
         if path not in layout.by_path
     }
-    before: dict[str, Array] = {}
+    count = axes.size if options.config.average else 1
+    sums: dict[str, Array] = {}
     for bucket in layout.buckets:
         empty = [slot for slot in bucket.slots if not slot.size]
         result |= {slot.path: jnp.zeros(slot.shape, bucket.dtype) for slot in empty}
         if bucket.size:
-            before = _reduced_bucket(grads, bucket, options, axes, before)
-            result |= before
+            sums = _reduced_bucket(grads, bucket, options, axes, sums)
+            late = count > 1 and not _divides_first(bucket, options)
+            result |= {p: divide(x, count) if late else x for p, x in sums.items()}
     return {path: x.astype(trained[path].dtype) for path, x in result.items()}
 
 
@@ -230,19 +232,24 @@ def _reduced_bucket(
 
     Dividing first costs a pass over the gradient. It is done where it matters: in float16. Of
     float32 and bfloat16, whose range is that of the gradient's terms, the sum is divided, which
-    the update can take in the same pass."""
-    wire = jnp.dtype(bucket.dtype if options.wire is None else options.wire)
+    the update can take in the same pass. So the next bucket waits for the sum: a mean that it
+    waited for would be written to memory for that."""
     count = axes.size if options.config.average else 1
-    first = wire == jnp.float16 and not options.average_in_collective
+    wire = _wire_of(bucket, options)
     parts = {slot.path: grads[slot.path].astype(wire) for slot in bucket.slots if slot.size}
-    if count > 1 and first:
+    if count > 1 and _divides_first(bucket, options):
         parts = {path: divide(x, count) for path, x in parts.items()}
     if axes.size > 1:
         parts = after(parts, before)
-    parts = total(parts, axes)
-    if count > 1 and not first:
-        parts = {path: divide(x, count) for path, x in parts.items()}
-    return parts
+    return total(parts, axes)
+
+
+def _wire_of(bucket: Bucket, options: Options) -> Any:
+    return jnp.dtype(bucket.dtype if options.wire is None else options.wire)
+
+
+def _divides_first(bucket: Bucket, options: Options) -> bool:
+    return _wire_of(bucket, options) == jnp.float16 and not options.average_in_collective
 
 
 # ---------------------------------------------------------------- everything small

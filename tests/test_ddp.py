@@ -207,6 +207,31 @@ def test_leaves_of_a_bucket_leave_together(make_mesh):
         assert sizes == [(2, 3, 16), (2, 3, 16), (16,)]
 
 
+def test_the_mean_takes_no_pass_of_its_own(make_mesh):
+    """The next bucket waits for the sum. One that waited for the mean had it written to memory."""
+
+    def accessed(average: bool) -> float:
+        model = Equal(4096)
+        ddp = wrap(make_mesh(8, types="auto"), model, bucket_cap_mb=16384 / MIB, average=average)
+
+        @nnx.jit
+        def step(ddp: Any, x: jax.Array) -> Any:
+            _, grads = ddp.value_and_grad(wide_loss)(ddp, x)
+            params = nnx.as_pure(nnx.state(ddp, nnx.Param))
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, nnx.as_pure(grads))
+
+        compiled = step.lower(ddp, jnp.ones((8, 4))).compile()
+        assert all_reduces(compiled) == [4096, 4096, 4096]
+        return getattr(compiled, "compiled", compiled).cost_analysis()["bytes accessed"]
+
+    assert abs(accessed(True) - accessed(False)) < 4096 * 4  # less than one leaf, read once
+
+
+class Equal(nnx.Module):
+    def __init__(self, size: int):
+        self.groups = nnx.List([nnx.Param(jnp.arange(float(size))) for _ in range(3)])
+
+
 class Wide(nnx.Module):
     def __init__(self):
         self.groups = nnx.List([nnx.Param(jnp.ones(n)) for n in (3, 2, 16, 3, 2, 16, 16)])
