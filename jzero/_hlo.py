@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 
-__all__ = ["HOSTED", "Array", "Hlo", "Op", "parse"]
+__all__ = ["Array", "Hlo", "Op", "parse"]
 
 _ITEM_BYTES = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
@@ -26,8 +26,7 @@ _CALLED = re.compile(
 )
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-HOSTED = re.compile(r"frontend_attributes=\{[^}]*chain_id=")
-"""Of a piece of an asynchronous collective that sits in a fusion which computes (TPU)."""
+_HOSTED = re.compile(r"frontend_attributes=\{[^}]*chain_id=")
 _INTEGER = re.compile(r"\b[su]\d+\[\].* constant\((\d+)\)")
 
 
@@ -79,6 +78,11 @@ class Op:
     operands: tuple[str, ...]
     called: tuple[str, ...]
     text: str
+
+    @property
+    def hosted(self) -> bool:
+        """Whether it is a piece of an asynchronous collective, in a fusion that computes (TPU)."""
+        return _HOSTED.search(self.text) is not None
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a pattern in the instruction's text."""

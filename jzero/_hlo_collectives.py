@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from jzero._hlo import HOSTED, Hlo, Op
+from jzero._hlo import Hlo, Op
 
 __all__ = ["KINDS", "Collective", "collectives", "finished", "role"]
 
@@ -100,7 +100,7 @@ def role(
         if kind not in KINDS:
             continue
         start = op.kind in _ASYNC or op.name.startswith(_START)
-        if not start and (HOSTED.search(inner.text) or op.name.startswith(_DONE)):
+        if not start and (inner.hosted or op.name.startswith(_DONE)):
             return "", None  # a piece of one that started before
         if kind == "all-reduce" and any("all-reduce-scatter" in name for name in op.called):
             kind = "reduce-scatter"

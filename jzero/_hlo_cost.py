@@ -12,7 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
-from jzero._hlo import HOSTED, Hlo, Op
+from jzero._hlo import Hlo, Op
 
 __all__ = ["FREE", "Cost", "cost"]
 
@@ -149,11 +149,6 @@ def _far(op: Op) -> int:
     return sum(array.bytes for array in op.arrays if not array.near)
 
 
-def _hosted(op: Op) -> bool:
-    """Whether it is a piece of an asynchronous collective, in a fusion that computes (TPU)."""
-    return HOSTED.search(op.text) is not None
-
-
 def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
     inner = hlo.computations[op.called[0]]
     names = hlo.tables[op.called[0]]
@@ -163,7 +158,7 @@ def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
             users.setdefault(name, []).append(o)
 
     root = inner[-1]
-    hosts = any(_hosted(o) for o in inner)
+    hosts = any(o.hosted for o in inner)
 
     def read(name: str, whole: int) -> int:
         total = 0
@@ -174,7 +169,7 @@ def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
                 total += sum(a.bytes for a in user.arrays)
             elif user.kind == "dynamic-update-slice" and user.operands[0] == name:
                 continue  # written in place
-            elif hosts and (user is root or _hosted(user)):
+            elif hosts and (user is root or user.hosted):
                 continue  # the collective's, handed on from piece to piece
             else:
                 return whole
@@ -192,7 +187,7 @@ def _fusion_bytes(hlo: Hlo, table: dict[str, Op], op: Op) -> int:
     if len(outputs) != len(op.arrays):
         return total + _far(op)
     for array, output in zip(op.arrays, outputs, strict=True):
-        if array.near or (hosts and output and (output.kind == "parameter" or _hosted(output))):
+        if array.near or (hosts and output and (output.kind == "parameter" or output.hosted)):
             continue
         while output is not None and output.kind in _SEEN_THROUGH and output.operands:
             output = names.get(output.operands[0])
