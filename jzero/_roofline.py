@@ -11,6 +11,7 @@ contention. So it is a lower bound, and says where time goes rather than how muc
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from jzero._hlo import Hlo, Op
@@ -26,14 +27,24 @@ Lane = Literal["compute", "wire", "copy"]
 @dataclasses.dataclass(frozen=True)
 class Event:
     """Something in the timeline; times in seconds from the start of the step, of the first turn of
-    the loops around it. ``turns`` of ``every`` seconds: those of the innermost loop."""
+    the loops around it. ``loops``: turns and seconds a turn of these, the innermost first."""
 
     lane: Lane
     name: str
     start: float
     seconds: float
-    turns: int = 1
-    every: float = 0.0
+    loops: tuple[tuple[int, float], ...] = ()
+
+    def starts(self, most: int) -> list[float]:
+        """When its runs begin; of inner loops the first turn alone, if there are more than
+        ``most``."""
+        loops = list(self.loops)
+        while loops and math.prod(turns for turns, _ in loops) > most:
+            del loops[0]
+        found = [self.start]
+        for turns, every in loops:
+            found = [start + turn * every for turn in range(turns) for start in found]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +189,8 @@ class _Walk:
         self.run(called, times * trips, clock)
         turn = clock.now - begin
         for i in range(first, len(self.events)):
-            if self.events[i].turns == 1 and trips > 1:
-                self.events[i] = dataclasses.replace(self.events[i], turns=trips, every=turn)
+            event = self.events[i]
+            self.events[i] = dataclasses.replace(event, loops=(*event.loops, (trips, turn)))
         clock.now = begin + turn * trips
         clock.wire, clock.copy = max(clock.wire, clock.now), max(clock.copy, clock.now)
 
@@ -233,10 +244,10 @@ def draw(timelines: dict[str, Timeline], path: Any) -> None:
         for height, lane in enumerate(("copy", "wire", "compute")):
             plot.broken_barh(
                 [
-                    ((event.start + turn * event.every) * 1e3, event.seconds * 1e3)
+                    (start * 1e3, event.seconds * 1e3)
                     for event in timeline.events
                     if event.lane == lane
-                    for turn in range(min(event.turns, _TURNS))
+                    for start in event.starts(_TURNS)
                 ],
                 (height, 0.8),
                 facecolors=colours[lane],
@@ -244,9 +255,9 @@ def draw(timelines: dict[str, Timeline], path: Any) -> None:
         plot.set_yticks([0.4, 1.4, 2.4], ["copies", "wire", "compute"])
         plot.set_title(f"{name}: {timeline.seconds * 1e3:.2f} ms", loc="left", fontsize=9)
         plot.set_ylim(0, 3)
-        plot.set_xlim(left=0)
+    plots[0].set_xlim(0, 1e3 * max(timeline.seconds for timeline in timelines.values()))
     plots[-1].set_xlabel("milliseconds of a step, at the maker's peaks")
     figure.savefig(path, dpi=130)
 
 
-_TURNS = 200  # of a loop that are drawn
+_TURNS = 4000  # of the loops around an instruction that are drawn

@@ -172,6 +172,26 @@ def test_shown_as_text_table_json_and_picture(eager, tmp_path):
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_shows_every_turn_of_nested_loops():
+    def nested(x):
+        def inner(x, _):
+            return jnp.tanh(x @ x), None
+
+        def outer(x, _):
+            return jax.lax.scan(inner, x + 1, length=3)[0], None
+
+        return jax.lax.scan(outer, x, length=5)[0]
+
+    compiled = jax.jit(nested).lower(jnp.ones((64, 64))).compile()
+    timeline = simulate(parse(compiled.as_text()), _targets.target_of("cpu:8"))
+    shown = {e.name: e.seconds * len(e.starts(100)) for e in timeline.events}
+    assert sum(shown.values()) == pytest.approx(timeline.seconds)
+    assert max(len(e.starts(100)) for e in timeline.events) == 15
+    last = max(e.starts(100)[-1] + e.seconds for e in timeline.events)
+    assert last == pytest.approx(timeline.seconds)
+    assert max(len(e.starts(14)) for e in timeline.events) == 5  # the inner loop once a turn
+
+
 def test_update_alone_on_two_axes():
     tx = adamw(replica_axis="replica")
     report = jzero.report(tx, SHAPES, "cpu:8", mesh_shape={"replica": 2, "data": 4})
