@@ -15,7 +15,7 @@ NEWEST_TESTS ?= tests/distributed/test_training.py \
   tests/test_reduction.py tests/test_report.py tests/test_step.py
 WHEEL_TESTS  ?= tests/test_layers.py tests/test_public_api.py tests/test_packaging.py
 PYTEST_ARGS  ?=
-# Tests run in so many processes. Each takes up to 4 GB; JOBS=1 runs them in make's own.
+# Tests run in so many processes, each of up to 2 GB; JOBS=1: in one, for a debugger.
 JOBS         ?= 2
 DEMO_ARGS    ?=
 BENCHES      ?= $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
