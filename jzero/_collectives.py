@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import ad, batching, mlir
 
 from jzero._codec import Codec, from_bytes, to_bytes
 from jzero._layout import ALIGNMENT, Bucket
@@ -43,6 +44,7 @@ __all__ = [
     "settled",
     "shaped",
     "total",
+    "used_after",
     "vary",
     "whole_bucket",
 ]
@@ -233,15 +235,25 @@ def after(xs: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
     TPU and GPU drops it before it merges all-reduces. A function that may not be inlined does, and
     moves no data: its results are its operands.
     """
-    if not before:
+    return _tied(xs, before, only_cpu=False)
+
+
+def used_after(xs: dict[str, Array], last: dict[str, Array]) -> dict[str, Array]:
+    """``xs``, sums of earlier buckets, to be used only when those of the ``last`` are there.
+
+    That is on CPU, where nothing runs beside a collective. There, XLA copies a donated parameter
+    of which it cannot tell that its update waits for the backward pass, and compiles one update
+    for every way in which the others' memory can be shared. On TPU and GPU, updates of earlier
+    buckets run beside the last reductions, and nothing is tied.
+    """
+    return _tied(xs, dict(list(last.items())[:1]), only_cpu=True)
+
+
+def _tied(xs: dict[str, Array], to: dict[str, Array], only_cpu: bool) -> dict[str, Array]:
+    if not xs or not to:
         return xs
-    with set_xla_metadata(inlineable="false"):
-        return _barrier(xs, before)
-
-
-@jax.jit
-def _barrier(xs: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
-    return lax.optimization_barrier((xs, before))[0]
+    flat = _tied_p.bind(*xs.values(), *to.values(), count=len(xs), only_cpu=only_cpu)
+    return dict(zip(xs, flat, strict=True))
 
 
 def total(x: Tree, axes: Axes) -> Tree:
@@ -296,4 +308,44 @@ mlir.register_lowering(_alone_p, lambda ctx, x, *, axis: [x])
 batching.primitive_batchers[_alone_p] = lambda args, dims, *, axis: (
     _alone_p.bind(*args, axis=axis),
     dims[0],
+)
+
+
+# [Note: tied] A primitive, since a jitted function would be traced anew for each bucket, and a choice
+# by platform for each of its branches. Its operands are first ``count`` values, which are its
+# results, and then what these are made to depend on.
+_tied_p = Primitive("jzero_tied")
+_tied_p.multiple_results = True
+_tied_p.def_abstract_eval(lambda *avals, count, only_cpu: list(avals[:count]))
+_tied_p.def_impl(lambda *xs, count, only_cpu: list(xs[:count]))
+
+
+def _call(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, only_cpu: bool) -> list[Any]:
+    """A call of a function that XLA may not inline, and that returns its first arguments."""
+    module, types = ctx.module_context, [x.type for x in xs]
+    with ir.InsertionPoint(module.module.body):
+        function = func.FuncOp("jzero_tied", (types, types[:count]), visibility="private")
+    module.symbol_table.insert(function)
+    with ir.InsertionPoint(function.add_entry_block()):
+        func.ReturnOp(list(function.arguments)[:count])
+    call = func.CallOp(function, list(xs))
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {"inlineable": ir.StringAttr.get("false")}
+    )
+    return list(call.results)
+
+
+def _call_or_not(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, only_cpu: bool) -> list[Any]:
+    return list(xs[:count]) if only_cpu else _call(ctx, *xs, count=count, only_cpu=only_cpu)
+
+
+mlir.register_lowering(_tied_p, _call, platform="cpu")
+mlir.register_lowering(_tied_p, _call_or_not)
+batching.primitive_batchers[_tied_p] = lambda args, dims, *, count, only_cpu: (
+    _tied_p.bind(*args, count=count, only_cpu=only_cpu),
+    dims[:count],
+)
+ad.primitive_jvps[_tied_p] = lambda primals, tangents, *, count, only_cpu: (
+    _tied_p.bind(*primals, count=count, only_cpu=only_cpu),
+    list(tangents[:count]),
 )

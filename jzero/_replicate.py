@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jzero._collectives import after, divide, total, vary
+from jzero._collectives import after, divide, total, used_after, vary
 from jzero._config import ZeroConfig
 from jzero._layout import Bucket, Layout, Leaf, PathKey, plan_layout
 from jzero._mesh import Axes
@@ -208,13 +208,20 @@ def all_reduced(
     }
     count = axes.size if options.config.average else 1
     sums: dict[str, Array] = {}
+    earlier: dict[str, Array] = {}
+    owed: set[str] = set()
     for bucket in layout.buckets:
         empty = [slot for slot in bucket.slots if not slot.size]
         result |= {slot.path: jnp.zeros(slot.shape, bucket.dtype) for slot in empty}
         if bucket.size:
+            earlier |= sums
             sums = _reduced_bucket(grads, bucket, options, axes, sums)
-            late = count > 1 and not _divides_first(bucket, options)
-            result |= {p: divide(x, count) if late else x for p, x in sums.items()}
+            if count > 1 and not _divides_first(bucket, options):
+                owed |= sums.keys()
+    if axes.size > 1:
+        earlier = used_after(earlier, sums)
+    for path, x in (earlier | sums).items():
+        result[path] = divide(x, count) if path in owed else x
     return {path: x.astype(trained[path].dtype) for path, x in result.items()}
 
 

@@ -227,6 +227,42 @@ def test_the_mean_takes_no_pass_of_its_own(make_mesh):
     assert abs(accessed(True) - accessed(False)) < 4096 * 4  # less than one leaf, read once
 
 
+def test_more_buckets_take_no_more_memory_on_cpu(make_mesh):
+    """An update that need not wait for the backward pass had the old parameter copied first."""
+
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(0)) for _ in range(6)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for layer in self.layers:
+                x = nnx.relu(layer(x))
+            return x
+
+    mesh = make_mesh(8, types="auto")
+    x = split(jnp.ones((64, 32)), mesh)
+
+    def compiled(**options: Any) -> Any:
+        ddp = wrap(mesh, Deep(), **options)
+        optimizer = nnx.Optimizer(ddp, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+        graphdef, state = nnx.split((ddp, optimizer))
+
+        def step(state: Any, x: jax.Array) -> Any:
+            ddp, optimizer = nnx.merge(graphdef, state)
+            loss, grads = ddp.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(ddp, x)
+            optimizer.update(ddp, grads)
+            return nnx.as_pure(nnx.state((ddp, optimizer))), loss
+
+        state = replicated(nnx.as_pure(state), mesh)
+        return jax.jit(step, donate_argnums=0).lower(state, x).compile()
+
+    one, many = compiled(bucket_cap_mb=1, first_bucket_mb=1), compiled(bucket_cap_mb=9000 / MIB)
+    assert (len(collectives(one)), len(collectives(many))) == (1, 3)
+    assert " copy(" not in many.as_text()
+    temporary = [program.memory_analysis().temp_size_in_bytes for program in (one, many)]
+    assert temporary[1] - temporary[0] < 32 * 32 * 4  # less than a kernel; pointers
+
+
 class Equal(nnx.Module):
     def __init__(self, size: int):
         self.groups = nnx.List([nnx.Param(jnp.arange(float(size))) for _ in range(3)])

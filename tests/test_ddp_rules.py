@@ -490,6 +490,36 @@ def test_vmap_remat_and_scan_around_it(make_mesh):
     np.testing.assert_array_equal(gradient(grads), [4, 8])
 
 
+def test_buckets_that_wait_are_mapped_and_differentiated(make_mesh):
+    """What makes a bucket wait for another must not stop a transformation."""
+    mesh = make_mesh(2, types="auto")
+    ddp = wrap(mesh, Scalars(a=f32(1), b=f32(2), c=f32(3)), bucket_cap_mb=4 / MIB)
+    graphdef, state = nnx.split(ddp)
+    pure = replicated(nnx.as_pure(state), mesh)
+    assert len(ddp.buckets) == 3
+
+    def fn(model: Any, x: jax.Array) -> jax.Array:
+        leaves = (model.module.a, model.module.b, model.module.c)
+        return jnp.mean(x) * sum(jnp.sum(leaf[...] ** 3) for leaf in leaves)
+
+    def grads_of(state: Any, x: jax.Array) -> Any:
+        model = nnx.merge(graphdef, state)
+        return dict(nnx.as_pure(model.value_and_grad(fn)(model, x)[1]))
+
+    def squares(state: Any, x: jax.Array) -> jax.Array:
+        return sum(jnp.sum(g**2) for g in grads_of(state, x).values())
+
+    x = f32(1, 3)  # mean 2: gradients are 6 w^2, their squares 36 w^4
+    copies = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), pure)
+    both = jax.jit(jax.vmap(grads_of, (0, None)))(copies, x)
+    penalty = jax.jit(jax.grad(squares))(pure, x)
+    _, change = jax.jvp(lambda s: grads_of(s, x), (pure,), (jax.tree.map(jnp.ones_like, pure),))
+    for name, w in {"a": 1, "b": 2, "c": 3}.items():
+        np.testing.assert_array_equal(np.asarray(both[name]), [[6 * w**2], [24 * w**2]])
+        np.testing.assert_array_equal(np.asarray(penalty[name]), [144 * w**3])
+        np.testing.assert_array_equal(np.asarray(change[name]), [12 * w])
+
+
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 def test_per_sample_gradients_inside_shard_map(make_mesh, check):
     """jax#36886: summed over devices, they would not be the samples."""
