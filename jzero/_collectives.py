@@ -311,9 +311,9 @@ batching.primitive_batchers[_alone_p] = lambda args, dims, *, axis: (
 )
 
 
-# [Note: tied] A primitive, since a jitted function would be traced anew for each bucket, and a choice
-# by platform for each of its branches. Its operands are first ``count`` values, which are its
-# results, and then what these are made to depend on.
+# [Note: tied] A primitive, since a jitted function would be traced anew for each bucket, and a
+# choice by platform for each of its branches. Its operands are first ``count`` values, which are
+# its results, and then what these are made to depend on.
 _tied_p = Primitive("jzero_tied")
 _tied_p.multiple_results = True
 _tied_p.def_abstract_eval(lambda *avals, count, only_cpu: list(avals[:count]))

@@ -1,4 +1,4 @@
-"""benchmarks/step.py in its tiniest setting: it runs, its methods agree, its JSON is whole."""
+"""Benchmarks in their tiniest setting: they run, their methods agree, their JSON is whole."""
 
 import importlib.util
 import json
@@ -62,6 +62,24 @@ def test_donates_parameters_and_state(report: dict[str, Any]) -> None:
     for numbers in report["models"][MODEL]["methods"].values():
         # All that comes out but the loss lies where it went in.
         assert 0 <= numbers["output_bytes"] - numbers["donated_bytes"] < 256
+
+
+def test_ddp_against_pmean_by_hand(tmp_path: Path) -> None:
+    out = tmp_path / "ddp.json"
+    command = ["--models", "tiny", "--devices", "2", "--rounds", "2", "--compiles", "1"]
+    pytest.importorskip("flax")
+    load("ddp").main([*command, "--out", str(out)])
+    report = json.loads(out.read_text())
+    assert report["devices"].startswith("2 x ")
+    assert report["models"].keys() == {"tiny, jax.jit", "tiny, nnx.jit"}
+    for found in report["models"].values():
+        assert found["loss_difference"] == 0
+        for way in ("by hand", "jzero", "by hand again"):
+            assert [c["kind"] for c in found[way]["collectives"]] == ["all-reduce"]
+            assert len(found[way]["step_s"]) == 2
+            assert len(found[way]["compile_s"]) == 1
+        assert found["step_ratio, jzero"]["median"] > 0
+        assert found["compile_ratio, by hand again"]["fastest quarter"] > 0
 
 
 def test_counts_collectives_in_loops(make_mesh: Any) -> None:

@@ -507,7 +507,7 @@ def test_buckets_that_wait_are_mapped_and_differentiated(make_mesh):
         return dict(nnx.as_pure(model.value_and_grad(fn)(model, x)[1]))
 
     def squares(state: Any, x: jax.Array) -> jax.Array:
-        return sum(jnp.sum(g**2) for g in grads_of(state, x).values())
+        return sum((jnp.sum(g**2) for g in grads_of(state, x).values()), jnp.float32(0))
 
     x = f32(1, 3)  # mean 2: gradients are 6 w^2, their squares 36 w^4
     copies = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), pure)
