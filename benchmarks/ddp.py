@@ -4,13 +4,14 @@
     python benchmarks/ddp.py --models mlp --rounds 40
 
 Both ways train one nnx model with one optax optimizer, under `nnx.jit` and, with the model taken
-apart by `nnx.split`, under `jax.jit`. They take turns in one process, in every order, each turn a few steps; a third that
-takes turns is by hand again. Quoted are ratios by hand / jzero (1.02: jzero is 2 % faster), with
-both series by hand as one, of the mean of the fastest quarter of the turns, since what else runs on
-a machine only ever makes a turn longer, and of the medians. The ratio of the two series by hand
-would be 1 on a machine that resolves everything; what it differs from 1 is what this machine
-cannot. Compiling is repeated the same way, with JAX's caches emptied, and counts tracing, lowering and XLA. By hand, XLA merges all all-reduces;
-jzero keeps its buckets apart. Both must give the same losses. Writes JSON.
+apart by `nnx.split`, under `jax.jit`. They take turns in one process, in every order, each turn a
+few steps; a third that takes turns is by hand again. Quoted are ratios by hand / jzero (1.02: jzero
+is 2 % faster), with both series by hand as one, of the mean of the fastest quarter of the turns,
+since what else runs on a machine only ever makes a turn longer, and of the medians. The ratio of
+the two series by hand would be 1 on a machine that resolves everything; what it differs from 1 is
+what this machine cannot. Compiling is repeated the same way, with JAX's caches emptied, and counts
+tracing, lowering and XLA. By hand, XLA merges all all-reduces; jzero keeps its buckets apart. Both
+must give the same losses. Writes JSON.
 """
 
 import argparse
