@@ -36,6 +36,7 @@ __all__ = [
     "after",
     "all_gather",
     "divide",
+    "last_after",
     "mean",
     "own_shard",
     "psum",
@@ -44,7 +45,6 @@ __all__ = [
     "settled",
     "shaped",
     "total",
-    "used_after",
     "vary",
     "whole_bucket",
 ]
@@ -221,7 +221,7 @@ def divide(x: Array, n: Array | int) -> Array:
     NaN, stays a division.
     """
     if isinstance(n, int) and n & (n - 1) == 0:
-        return lax.div(x, lax.full_like(x, n))  # its reciprocal is exact
+        return lax.div(x, x.dtype.type(n))  # its reciprocal is exact
     divisor = jnp.asarray(n, x.dtype)
     return x / jnp.where(jnp.isnan(x), jnp.ones_like(x), divisor)
 
@@ -235,25 +235,30 @@ def after(xs: dict[str, Array], before: dict[str, Array]) -> dict[str, Array]:
     TPU and GPU drops it before it merges all-reduces. A function that may not be inlined does, and
     moves no data: its results are its operands.
     """
-    return _tied(xs, before, only_cpu=False)
+    return _tied(xs, before, both=False)[0]
 
 
-def used_after(xs: dict[str, Array], last: dict[str, Array]) -> dict[str, Array]:
-    """``xs``, sums of earlier buckets, to be used only when those of the ``last`` are there.
+def last_after(
+    xs: dict[str, Array], before: dict[str, Array]
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """``xs``, the last to be reduced, after ``before``, the sums of all earlier buckets; and these
+    sums, which on CPU may be used only when ``xs`` are there.
 
-    That is on CPU, where nothing runs beside a collective. There, XLA copies a donated parameter
-    of which it cannot tell that its update waits for the backward pass, and compiles one update
-    for every way in which the others' memory can be shared. On TPU and GPU, updates of earlier
-    buckets run beside the last reductions, and nothing is tied.
+    Nothing runs beside a collective on CPU. There, XLA copies a donated parameter of which it
+    cannot tell that its update waits for the backward pass, and compiles one update for every way
+    in which others share memory. On TPU and GPU, updates run beside the last reductions.
     """
-    return _tied(xs, dict(list(last.items())[:1]), only_cpu=True)
+    return _tied(xs, before, both=True)
 
 
-def _tied(xs: dict[str, Array], to: dict[str, Array], only_cpu: bool) -> dict[str, Array]:
+def _tied(
+    xs: dict[str, Array], to: dict[str, Array], both: bool
+) -> tuple[dict[str, Array], dict[str, Array]]:
     if not xs or not to:
-        return xs
-    flat = _tied_p.bind(*xs.values(), *to.values(), count=len(xs), only_cpu=only_cpu)
-    return dict(zip(xs, flat, strict=True))
+        return xs, to
+    flat = _tied_p.bind(*xs.values(), *to.values(), count=len(xs), both=both)
+    tied = dict(zip((*xs, *to), flat, strict=False))  # the results of xs alone, or of both
+    return {path: tied[path] for path in xs}, {path: tied.get(path, x) for path, x in to.items()}
 
 
 def total(x: Tree, axes: Axes) -> Tree:
@@ -312,17 +317,19 @@ batching.primitive_batchers[_alone_p] = lambda args, dims, *, axis: (
 
 
 # [Note: tied] A primitive, since a jitted function would be traced anew for each bucket, and a
-# choice by platform for each of its branches. Its operands are first ``count`` values, which are
-# its results, and then what these are made to depend on.
+# choice by platform for each of its branches. Its operands are ``count`` values, and what these
+# are made to depend on; its results are the former, or both.
 _tied_p = Primitive("jzero_tied")
 _tied_p.multiple_results = True
-_tied_p.def_abstract_eval(lambda *avals, count, only_cpu: list(avals[:count]))
-_tied_p.def_impl(lambda *xs, count, only_cpu: list(xs[:count]))
+_tied_p.def_abstract_eval(lambda *avals, count, both: list(avals if both else avals[:count]))
+_tied_p.def_impl(lambda *xs, count, both: list(xs if both else xs[:count]))
 
 
-def _call(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, only_cpu: bool) -> list[Any]:
+def _call(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, both: bool) -> list[Any]:
     """A call of a function that XLA may not inline, and that returns its first arguments."""
     module, types = ctx.module_context, [x.type for x in xs]
+    if both:
+        count = len(xs)
     with ir.InsertionPoint(module.module.body):
         function = func.FuncOp("jzero_tied", (types, types[:count]), visibility="private")
     module.symbol_table.insert(function)
@@ -335,17 +342,17 @@ def _call(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, only_cpu: bool) -
     return list(call.results)
 
 
-def _call_or_not(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, only_cpu: bool) -> list[Any]:
-    return list(xs[:count]) if only_cpu else _call(ctx, *xs, count=count, only_cpu=only_cpu)
+def _call_one_way(ctx: mlir.LoweringRuleContext, *xs: Any, count: int, both: bool) -> list[Any]:
+    return _call(ctx, *xs, count=count, both=False) + list(xs[count:] if both else ())
 
 
 mlir.register_lowering(_tied_p, _call, platform="cpu")
-mlir.register_lowering(_tied_p, _call_or_not)
-batching.primitive_batchers[_tied_p] = lambda args, dims, *, count, only_cpu: (
-    _tied_p.bind(*args, count=count, only_cpu=only_cpu),
-    dims[:count],
+mlir.register_lowering(_tied_p, _call_one_way)
+batching.primitive_batchers[_tied_p] = lambda args, dims, *, count, both: (
+    _tied_p.bind(*args, count=count, both=both),
+    dims if both else dims[:count],
 )
-ad.primitive_jvps[_tied_p] = lambda primals, tangents, *, count, only_cpu: (
-    _tied_p.bind(*primals, count=count, only_cpu=only_cpu),
-    list(tangents[:count]),
+ad.primitive_jvps[_tied_p] = lambda primals, tangents, *, count, both: (
+    _tied_p.bind(*primals, count=count, both=both),
+    list(tangents if both else tangents[:count]),
 )

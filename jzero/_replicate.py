@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jzero._collectives import after, divide, total, used_after, vary
+from jzero._collectives import after, divide, last_after, total, vary
 from jzero._config import ZeroConfig
 from jzero._layout import Bucket, Layout, Leaf, PathKey, plan_layout
 from jzero._mesh import Axes
@@ -207,30 +207,29 @@ def all_reduced(
         if path not in layout.by_path
     }
     count = axes.size if options.config.average else 1
-    sums: dict[str, Array] = {}
-    earlier: dict[str, Array] = {}
     owed: set[str] = set()
+    sums: dict[str, Array] = {}
+    before: list[str] = []
     for bucket in layout.buckets:
         empty = [slot for slot in bucket.slots if not slot.size]
         result |= {slot.path: jnp.zeros(slot.shape, bucket.dtype) for slot in empty}
-        if bucket.size:
-            earlier |= sums
-            sums = _reduced_bucket(grads, bucket, options, axes, sums)
-            if count > 1 and not _divides_first(bucket, options):
-                owed |= sums.keys()
-    if axes.size > 1:
-        earlier = used_after(earlier, sums)
-    for path, x in (earlier | sums).items():
-        result[path] = divide(x, count) if path in owed else x
+    filled = [bucket for bucket in layout.buckets if bucket.size]
+    for bucket in filled:
+        parts = _sent(grads, bucket, options, count)
+        if bucket is filled[-1]:
+            parts, sums = last_after(parts, sums)
+        else:
+            parts = after(parts, {path: sums[path] for path in before})
+        sums |= total(parts, axes)
+        before = list(parts)
+        if count > 1 and not _divides_first(bucket, options):
+            owed |= parts.keys()
+    result |= {path: divide(x, count) if path in owed else x for path, x in sums.items()}
     return {path: x.astype(trained[path].dtype) for path, x in result.items()}
 
 
-def _reduced_bucket(
-    grads: dict[str, Array],
-    bucket: Bucket,
-    options: Options,
-    axes: Axes,
-    before: dict[str, Array],
+def _sent(
+    grads: dict[str, Array], bucket: Bucket, options: Options, count: int
 ) -> dict[str, Array]:
     """[Note: one all-reduce a bucket] A bucket's leaves are handed to the collective one by one,
     which costs no copy into a flat array and back. They do not depend on each other, so XLA makes
@@ -241,14 +240,11 @@ def _reduced_bucket(
     float32 and bfloat16, whose range is that of the gradient's terms, the sum is divided, which
     the update can take in the same pass. So the next bucket waits for the sum: a mean that it
     waited for would be written to memory for that."""
-    count = axes.size if options.config.average else 1
     wire = _wire_of(bucket, options)
     parts = {slot.path: grads[slot.path].astype(wire) for slot in bucket.slots if slot.size}
     if count > 1 and _divides_first(bucket, options):
         parts = {path: divide(x, count) for path, x in parts.items()}
-    if axes.size > 1:
-        parts = after(parts, before)
-    return total(parts, axes)
+    return parts
 
 
 def _wire_of(bucket: Bucket, options: Options) -> Any:

@@ -1,5 +1,6 @@
 """DistributedDataParallel of nnx models: one device on the big batch, in few collectives."""
 
+import re
 from typing import Any
 
 import jax
@@ -258,7 +259,8 @@ def test_more_buckets_take_no_more_memory_on_cpu(make_mesh):
 
     one, many = compiled(bucket_cap_mb=1, first_bucket_mb=1), compiled(bucket_cap_mb=9000 / MIB)
     assert (len(collectives(one)), len(collectives(many))) == (1, 3)
-    assert " copy(" not in many.as_text()
+    # A bias that the loss reads again may be; a kernel may not.
+    assert not re.search(r"f32\[32,32\]\S* copy\(", many.as_text())
     temporary = [program.memory_analysis().temp_size_in_bytes for program in (one, many)]
     assert temporary[1] - temporary[0] < 32 * 32 * 4  # less than a kernel; pointers
 
