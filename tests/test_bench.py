@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,6 +81,23 @@ def test_ddp_against_pmean_by_hand(tmp_path: Path) -> None:
             assert len(found[way]["compile_s"]) == 1
         assert found["step_ratio"]["median"] > 0
         assert found["compile_resolution"]["fastest quarter"] > 0
+
+
+def test_one_bucket_is_the_program_by_hand(make_mesh: Any) -> None:
+    """The wrapper itself costs nothing: the same operations on the same types in the same order."""
+    pytest.importorskip("flax")
+    ddp = load("ddp")
+
+    def operations(way: str) -> list[tuple[str, str]]:
+        mesh = make_mesh(2, types="auto")
+        compiled = ddp.Training(way, "jax.jit", "tiny", mesh).compile()[0]
+        found = re.findall(
+            r"^ +(?:ROOT )?%\S+ = (.*?) ([a-z-]+)\(", compiled.as_text(), re.MULTILINE
+        )
+        assert len(found) > 20
+        return found
+
+    assert operations("jzero") == operations("by hand")
 
 
 def test_counts_collectives_in_loops(make_mesh: Any) -> None:
