@@ -257,8 +257,8 @@ def _tied(
     if not xs or not to:
         return xs, to
     flat = _tied_p.bind(*xs.values(), *to.values(), count=len(xs), both=both)
-    tied = dict(zip((*xs, *to), flat, strict=False))  # the results of xs alone, or of both
-    return {path: tied[path] for path in xs}, {path: tied.get(path, x) for path, x in to.items()}
+    tied = dict(zip(xs, flat[: len(xs)], strict=True))
+    return tied, dict(zip(to, flat[len(xs) :], strict=True)) if both else to
 
 
 def total(x: Tree, axes: Axes) -> Tree:

@@ -216,9 +216,9 @@ def all_reduced(
     filled = [bucket for bucket in layout.buckets if bucket.size]
     for bucket in filled:
         parts = _sent(grads, bucket, options, count)
-        if bucket is filled[-1]:
+        if axes.size > 1 and bucket is filled[-1]:
             parts, sums = last_after(parts, sums)
-        else:
+        elif axes.size > 1:
             parts = after(parts, {path: sums[path] for path in before})
         sums |= total(parts, axes)
         before = list(parts)

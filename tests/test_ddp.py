@@ -228,6 +228,15 @@ def test_the_mean_takes_no_pass_of_its_own(make_mesh):
     assert abs(accessed(True) - accessed(False)) < 4096 * 4  # less than one leaf, read once
 
 
+def test_buckets_wait_where_there_is_another_device(make_mesh):
+    calls = []
+    for devices in (1, 2):
+        ddp = wrap(make_mesh(devices, types="auto"))
+        lowered = nnx.jit(ddp.value_and_grad(loss_fn)).lower(ddp, data())
+        calls.append(getattr(lowered, "lowered", lowered).as_text().count("call @jzero_tied"))
+    assert calls == [0, len(BUCKETS) - 1]
+
+
 def test_more_buckets_take_no_more_memory_on_cpu(make_mesh):
     """An update that need not wait for the backward pass had the old parameter copied first."""
 
