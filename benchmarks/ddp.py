@@ -137,7 +137,7 @@ def gpt(batch: int, length: int) -> Case:
 MODELS: dict[str, Case] = {
     "mlp": mlp(1024, 8, 256),  # 8.4 M parameters
     "resnet18": resnet18(16),  # 11.2 M parameters, BatchNorm
-    "gpt": gpt(16, 64),  # 10.9 M parameters: the demo's medium size
+    "gpt": gpt(16, 64),  # 10.8 M parameters: the demo's medium size, for shorter texts
     "tiny": mlp(8, 2, 16),
 }
 

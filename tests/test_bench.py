@@ -68,7 +68,6 @@ def test_donates_parameters_and_state(report: dict[str, Any]) -> None:
 def test_ddp_against_pmean_by_hand(tmp_path: Path) -> None:
     out = tmp_path / "ddp.json"
     command = ["--models", "tiny", "--devices", "2", "--rounds", "2", "--compiles", "1"]
-    pytest.importorskip("flax")
     load("ddp").main([*command, "--out", str(out)])
     report = json.loads(out.read_text())
     assert report["devices"].startswith("2 x ")
@@ -85,7 +84,6 @@ def test_ddp_against_pmean_by_hand(tmp_path: Path) -> None:
 
 def test_one_bucket_is_the_program_by_hand(make_mesh: Any) -> None:
     """The wrapper itself costs nothing: the same operations on the same types in the same order."""
-    pytest.importorskip("flax")
     ddp = load("ddp")
 
     def operations(way: str) -> list[tuple[str, str]]:
